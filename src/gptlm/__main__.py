@@ -1,0 +1,7 @@
+"""`python -m gptlm COMMAND ...`"""
+
+import sys
+
+from gptlm.cli import main
+
+sys.exit(main())

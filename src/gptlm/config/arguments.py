@@ -1,0 +1,149 @@
+"""Every flag of the training commands: its name, type, default, meaning and unit. Parsing is in parser.py.
+
+Names are PaddleNLP's; where its default or HuggingFace's differs, the default here is PaddleNLP's. Changed on
+purpose: `do_train` (on when no `do_*` flag is given), `eval_iters` (a flag here, the constant 10 there), dropouts
+(the model's own, where weights are loaded).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def arg(default: Any, help: str, *, choices: tuple[str, ...] | None = None, words: bool = False) -> Any:
+    """A flag. `choices` are checked by the parser; `words` lets the value be several blank-separated words."""
+    metadata = {"help": help, "choices": choices, "words": words}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """The model."""
+
+    model_name_or_path: str | None = arg(
+        "gpt2-medium-en", "a built-in name, a folder with config.json (and weights), or a config .json file"
+    )
+    tokenizer_name_or_path: str | None = arg(None, "tokenizer folder or name; unset: model_name_or_path")
+    continue_training: bool = arg(False, "start from the weights of model_name_or_path instead of random ones")
+    num_hidden_layers: int | None = arg(None, "transformer layers; unset: the model's")
+    hidden_size: int | None = arg(None, "width of a token's vector; unset: the model's")
+    num_attention_heads: int | None = arg(None, "attention heads per layer; unset: the model's")
+    intermediate_size: int | None = arg(None, "width of the feed-forward layer; unset: the model's or 4 x hidden_size")
+    vocab_size: int | None = arg(
+        None, "rows of the embedding; unset: the model's, grown to the tokenizer's size rounded up to 128"
+    )
+    max_position_embeddings: int | None = arg(
+        None, "longest sequence in tokens; unset: the model's, grown to max_seq_length with random weights"
+    )
+    hidden_dropout_prob: float | None = arg(
+        None, "dropout of embeddings and feed-forward output; unset: 0.1, or what loaded weights say"
+    )
+    attention_probs_dropout_prob: float | None = arg(
+        None, "dropout of attention weights and attention output; unset: 0.1, or what loaded weights say"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArguments:
+    """The data."""
+
+    input_dir: str | None = arg(
+        None, "folder with token files, one prefix, or 'weight1 prefix1 weight2 prefix2 ...'", words=True
+    )
+    split: str = arg("949,50,1", "shares of train, valid and test, by sequence")
+    max_seq_length: int = arg(1024, "tokens a sample trains on")
+    data_cache: str | None = arg(None, "folder for the sample index; unset: index-cache beside the data")
+    share_folder: bool = arg(False, "all nodes see one file system: build the sample index once, not once per node")
+    data_order: str = arg("paddlenlp", "whose sample order to reproduce", choices=("paddlenlp",))
+    eval_iters: int = arg(10, "batches per evaluation, always the same ones; the final test takes ten times as many")
+    max_evaluate_steps: int = arg(-1, "upper limit of batches per evaluation; -1: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelArguments:
+    """How processes share the work."""
+
+    tensor_parallel_degree: int = arg(-1, "processes that split each layer; -1: 1")
+    tensor_parallel_config: str = arg("", "names of tensor-parallel optimisations", words=True)
+    pipeline_parallel_degree: int = arg(-1, "processes that split the stack of layers; -1: 1")
+    pipeline_parallel_config: str = arg("", "names of pipeline optimisations", words=True)
+    virtual_pp_degree: int = arg(1, "pipeline chunks per process")
+    sequence_parallel: bool = arg(False, "split activations along the sequence inside the tensor-parallel group")
+    sharding: str = arg("", "stage1, stage2 or stage3, optionally with offload: what ZeRO shards", words=True)
+    sharding_parallel_degree: int = arg(-1, "processes that share one copy of what is sharded; -1: all replicas")
+    sharding_parallel_config: str = arg("", "names of sharding optimisations", words=True)
+    deepspeed: str | None = arg(None, "a DeepSpeed configuration file")
+    local_rank: int = arg(-1, "given by launchers; LOCAL_RANK in the environment is what counts")
+    world_size: int | None = arg(None, "with --print_config: resolve for this many processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments:
+    """The training run."""
+
+    output_dir: str | None = arg(None, "folder for checkpoints, the final model, results and logs")
+    overwrite_output_dir: bool = arg(False, "start anew even if output_dir holds checkpoints, which are removed")
+    do_train: bool | None = arg(None, "train; unset: on, unless do_eval or do_predict is given")
+    do_eval: bool = arg(False, "evaluate on the validation split, during training too")
+    do_predict: bool = arg(False, "evaluate on the test split at the end")
+    eval_on_start: bool = arg(False, "evaluate once before the first step")
+    per_device_train_batch_size: int = arg(8, "micro-batch: samples in one forward pass on one process")
+    per_device_eval_batch_size: int = arg(8, "samples in one evaluation batch on one process")
+    gradient_accumulation_steps: int = arg(1, "micro-batches per optimizer step")
+    max_steps: int = arg(-1, "optimizer steps; -1: num_train_epochs passes over the training split")
+    num_train_epochs: float = arg(1.0, "passes over the training split when max_steps is not given")
+    learning_rate: float = arg(5e-5, "highest learning rate")
+    min_learning_rate: float = arg(1e-5, "lowest learning rate of the linear and cosine schedules")
+    lr_scheduler_type: str = arg(
+        "linear",
+        "shape of the schedule",
+        choices=("linear", "cosine", "constant", "constant_with_warmup", "polynomial"),
+    )
+    warmup_steps: float = arg(0, "optimizer steps of linear warm-up; wins over the ratios")
+    warmup_ratio: float = arg(0.0, "warm-up as a share of max_steps")
+    warmup_fraction: float = arg(0.0, "warm-up as a share of decay_steps")
+    decay_steps: float | None = arg(None, "step at which the lowest learning rate is reached; unset: max_steps")
+    lr_end: float = arg(1e-7, "last learning rate of the polynomial schedule")
+    power: float = arg(1.0, "exponent of the polynomial schedule")
+    optim: str = arg("adamw", "optimizer", choices=("adamw", "adamw_torch", "adamw_torch_fused"))
+    weight_decay: float = arg(0.0, "decoupled weight decay; biases and layer norms have none")
+    adam_beta1: float = arg(0.9, "decay of the first moment")
+    adam_beta2: float = arg(0.999, "decay of the second moment")
+    adam_epsilon: float = arg(1e-8, "added to the root of the second moment")
+    max_grad_norm: float = arg(1.0, "gradients are scaled down to this global norm; 0: never")
+    seed: int = arg(42, "seed of the weights, of dropout and of the data order")
+    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
+    fp16: bool = arg(False, "float16 mixed precision")
+    bf16: bool = arg(False, "bfloat16 mixed precision")
+    fp16_opt_level: str = arg("O1", "O0 none, O1 autocast, O2 half-precision weights", choices=("O0", "O1", "O2"))
+    scale_loss: float = arg(32768.0, "first value of the dynamic loss scale of fp16")
+    amp_master_grad: bool = arg(False, "accumulate gradients in float32 under O2")
+    recompute: bool = arg(False, "compute activations again in the backward pass instead of keeping them")
+    recompute_granularity: str = arg(
+        "full", "what is computed again", choices=("full", "full_attn", "core_attn", "only_attn")
+    )
+    no_recompute_layers: list[int] = arg([], "layers whose activations are kept")
+    evaluation_strategy: str | None = arg(
+        None, "when to evaluate; unset: steps with do_eval, else no", choices=("no", "steps", "epoch")
+    )
+    eval_steps: int | None = arg(None, "optimizer steps between evaluations; unset: logging_steps")
+    minimum_eval_times: int | None = arg(None, "lower eval_steps so that at least this many evaluations happen")
+    save_strategy: str = arg("steps", "when to save a checkpoint", choices=("no", "steps", "epoch"))
+    save_steps: int = arg(500, "optimizer steps between checkpoints")
+    save_total_limit: int | None = arg(None, "checkpoints to keep; unset: all")
+    load_best_model_at_end: bool = arg(False, "end with the checkpoint of the best evaluation")
+    metric_for_best_model: str | None = arg(None, "metric that decides; unset: loss")
+    greater_is_better: bool | None = arg(None, "whether a higher metric is better; unset: not for a loss")
+    ignore_save_lr_and_optim: bool = arg(False, "checkpoints hold weights only and cannot be resumed from")
+    resume_from_checkpoint: str | None = arg(
+        None, "checkpoint folder to go on from, or true for the newest in output_dir (also the default)"
+    )
+    logging_steps: int = arg(500, "optimizer steps between log lines")
+    logging_first_step: bool = arg(False, "log the first step too")
+    logging_dir: str | None = arg(None, "folder for event files; unset: output_dir/runs/<date>_<host>")
+    report_to: list[str] = arg(["visualdl"], "visualdl, tensorboard, wandb, all or none")
+    run_name: str | None = arg(None, "name of the run in wandb")
+    disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar")
+    skip_memory_metrics: bool = arg(True, "false adds memory use to the log lines")
+    dataloader_num_workers: int = arg(0, "processes that read samples ahead")

@@ -1,0 +1,232 @@
+"""What can be wrong with a run, said before anything heavy is imported or read."""
+
+from collections.abc import Callable, Iterator
+
+from gptlm.config.parser import Parsed
+from gptlm.config.shapes import ModelSource
+from gptlm.config.spellings import PARALLEL_WORDS
+from gptlm.data.order import parse_split
+from gptlm.errors import GptlmError
+from gptlm.parallel.dims import ParallelDims
+
+TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
+AT_LEAST_ONE = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_seq_length",
+    "eval_iters",
+    "save_steps",
+    "logging_steps",
+    "virtual_pp_degree",
+)
+NOT_NEGATIVE = (
+    "learning_rate",
+    "min_learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "dataloader_num_workers",
+    "adam_epsilon",
+)
+
+
+def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printing: bool) -> list[str]:
+    """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes."""
+    problems = [*_numbers(parsed), *_training(parsed), *_parallel(parsed, dims), *_files(parsed, source, printing)]
+    _oddities(parsed, dims, lambda line: parsed.notes.append(line) if line not in parsed.notes else None)
+    return problems
+
+
+def not_built(parsed: Parsed, dims: ParallelDims) -> list[str]:
+    """What is sensible but not implemented in this version."""
+    values = parsed.values
+    refusals = []
+    if dims.tensor > 1:
+        refusals.append(f"tensor_parallel_degree {dims.tensor}: tensor parallelism is not built yet, use 1")
+    if dims.pipeline > 1:
+        refusals.append(f"pipeline_parallel_degree {dims.pipeline}: pipeline parallelism is not built yet, use 1")
+    if values["sharding"] and (dims.data > 1 or "offload" in values["sharding"]):
+        refusals.append(
+            f"sharding {values['sharding']!r} over {dims.data} replicas is not built yet; leave --sharding out: "
+            "every process then holds the whole optimizer state"
+        )
+    if values["deepspeed"]:
+        refusals.append(f"deepspeed {values['deepspeed']}: DeepSpeed is not used yet, leave it out")
+    return refusals
+
+
+def _numbers(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
+    for name in AT_LEAST_ONE:
+        if values[name] < 1:
+            yield f"{_typed(parsed, name)} {values[name]}: expected at least 1"
+    for name in NOT_NEGATIVE:
+        if not values[name] >= 0 or values[name] == float("inf"):
+            yield f"{_typed(parsed, name)} {values[name]:g}: expected a finite number, 0 or more"
+    for name in ("warmup_ratio", "warmup_fraction"):
+        if not 0 <= values[name] <= 1:
+            yield f"{_typed(parsed, name)} {values[name]:g}: expected a share between 0 and 1"
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "adam_beta2"):
+        if values[name] is not None and not 0 <= values[name] < 1:
+            yield f"{_typed(parsed, name)} {values[name]:g}: expected 0 or more and below 1"
+    if values["max_steps"] == 0 or values["max_steps"] < -1:
+        yield f"max_steps {values['max_steps']}: expected at least 1, or -1 for num_train_epochs passes"
+    if values["max_steps"] == -1 and values["num_train_epochs"] <= 0:
+        yield f"num_train_epochs {values['num_train_epochs']:g}: expected more than 0"
+    if not 0 <= values["seed"] < 2**32:
+        yield f"seed {values['seed']}: expected 0 to {2**32 - 1}"
+    for name in ("eval_steps", "save_total_limit", "minimum_eval_times"):
+        if values[name] is not None and values[name] < 1:
+            yield f"{name} {values[name]}: expected at least 1"
+    if values["decay_steps"] is not None and values["decay_steps"] <= 0:
+        yield f"decay_steps {values['decay_steps']:g}: expected more than 0"
+    if values["scale_loss"] <= 0:
+        yield f"scale_loss {values['scale_loss']:g}: expected more than 0"
+
+
+def _training(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
+    if values["fp16"] and values["bf16"]:
+        yield "At most one of fp16 and bf16 can be True, but not both"
+    if not _device_known(values["device"]):
+        yield f"device {values['device']!r}: gptlm runs on gpu and cpu"
+    for tracker in values["report_to"]:
+        if tracker not in TRACKERS:
+            yield f"report_to {tracker!r}: expected {', '.join(TRACKERS[:5])}"
+    try:
+        parse_split(values["split"])
+    except GptlmError as error:
+        yield str(error)
+    resume = (values["resume_from_checkpoint"] or "").lower()
+    if resume in ("false", "0", "no"):
+        yield f"resume_from_checkpoint {resume}: to start anew give --overwrite_output_dir or another --output_dir"
+    if values["load_best_model_at_end"]:
+        yield from _best_model(parsed)
+    if values["greater_is_better"]:
+        yield "greater_is_better true: the metric of pretraining is the loss, of which less is better"
+
+
+def _best_model(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
+    if values["metric_for_best_model"] not in ("loss", "eval_loss"):
+        yield f"metric_for_best_model {values['metric_for_best_model']!r}: pretraining evaluates the loss only"
+    if values["evaluation_strategy"] == "no" or values["evaluation_strategy"] != values["save_strategy"]:
+        yield (
+            f"load_best_model_at_end needs evaluation and saving at the same times; evaluation_strategy is "
+            f"{values['evaluation_strategy']}, save_strategy is {values['save_strategy']}"
+        )
+    elif values["evaluation_strategy"] == "steps" and values["save_steps"] % (values["eval_steps"] or 1):
+        yield (
+            f"load_best_model_at_end needs save_steps ({values['save_steps']}) to be a multiple of eval_steps "
+            f"({values['eval_steps']})"
+        )
+
+
+def _parallel(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
+    values = parsed.values
+    for name, known in PARALLEL_WORDS.items():
+        for word in values[name].replace(",", " ").split():
+            if word not in known:
+                yield f"{name}: {word!r} is unknown; expected {', '.join(known)}"
+    yield from _sharding(parsed, dims)
+    for name, degree in (
+        ("num_attention_heads", dims.tensor),
+        ("hidden_size", dims.tensor),
+        ("num_hidden_layers", dims.pipeline * values["virtual_pp_degree"]),
+    ):
+        if degree > 1 and values[name] and values[name] % degree:
+            what = (
+                "tensor_parallel_degree"
+                if name != "num_hidden_layers"
+                else ("pipeline_parallel_degree x virtual_pp_degree")
+            )
+            yield f"{name} {values[name]} is not a multiple of {what} ({degree})"
+    if "enable_dp_comm_overlap" in values["pipeline_parallel_config"] and dims.pipeline > 1 and dims.data > 1:
+        yield "pipeline_parallel_config enable_dp_comm_overlap with data parallelism: overlap has accuracy issue"
+
+
+def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
+    values = parsed.values
+    words = values["sharding"].replace(",", " ").replace("_", " ").split()
+    unknown = [word for word in words if word not in ("stage1", "stage2", "stage3", "offload")]
+    stages = [word for word in words if word.startswith("stage")]
+    if unknown:
+        yield f"sharding {values['sharding']!r}: expected stage1, stage2 or stage3, optionally with offload"
+        return
+    if words and len(stages) != 1:
+        yield f"sharding {values['sharding']!r}: exactly one of stage1, stage2 and stage3 is needed"
+        return
+    if stages and stages[0] != "stage1" and dims.pipeline > 1:
+        yield (
+            "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1 "
+            f"(sharding {values['sharding']!r}, pipeline_parallel_degree {dims.pipeline})"
+        )
+    degree = values["sharding_parallel_degree"]
+    if stages and dims.data % degree:
+        yield (
+            f"sharding_parallel_degree {degree} does not divide the {dims.data} data-parallel replicas "
+            f"({dims.world} processes / ({dims.tensor} x {dims.pipeline}))"
+        )
+    if values["sharding"] and values["deepspeed"]:
+        yield (f"sharding {values['sharding']!r} and deepspeed {values['deepspeed']!r} both say how to shard; give one")
+
+
+def _files(parsed: Parsed, source: ModelSource, printing: bool) -> Iterator[str]:
+    values = parsed.values
+    for name, what in (("input_dir", "the folder with token files"), ("output_dir", "the folder for results")):
+        if not values[name]:
+            line = f"--{name} is missing: {what}"
+            if printing:
+                parsed.notes.append(line)
+            else:
+                yield line
+    if values["continue_training"] and source.weights is None:
+        yield (
+            f"--continue_training needs weights, {values['model_name_or_path']} "
+            f"{'is a size only, none were ever published' if source.kind == 'preset' else 'has none'}; "
+            "give a folder with model.safetensors, or start from random weights with --continue_training 0"
+        )
+
+
+def _oddities(parsed: Parsed, dims: ParallelDims, note: Callable[[str], None]) -> None:
+    values = parsed.values
+    if values["sharding"] and dims.data == 1 and "offload" not in values["sharding"]:
+        note(f"--sharding {values['sharding']} has no effect: there is one replica, nothing to share")
+    elif values["sharding"] and values["sharding_parallel_degree"] == 1 and dims.data > 1:
+        note(f"--sharding {values['sharding']} with sharding_parallel_degree 1 shards nothing")
+    if values["sequence_parallel"] and dims.tensor == 1:
+        note("--sequence_parallel has no effect: it splits inside the tensor-parallel group, and that has one process")
+    if values["virtual_pp_degree"] > 1 and dims.pipeline == 1:
+        note(f"--virtual_pp_degree {values['virtual_pp_degree']} has no effect: pipeline_parallel_degree is 1")
+    for name in PARALLEL_WORDS:
+        if values[name].strip():
+            note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
+    if values["recompute"] and values["recompute_granularity"] != "full":
+        note(f"--recompute_granularity {values['recompute_granularity']}: whole blocks are recomputed in this version")
+    if values["no_recompute_layers"]:
+        note("--no_recompute_layers has no effect: every block is recomputed in this version")
+    if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
+        note("--fp16_opt_level O0 switches mixed precision off: the run is float32")
+    if values["amp_master_grad"] and values["fp16_opt_level"] != "O2":
+        note("--amp_master_grad has no effect: gradients are float32 unless the level is O2")
+    if values["min_learning_rate"] > values["learning_rate"]:
+        note(
+            f"min_learning_rate {values['min_learning_rate']:g} is above learning_rate {values['learning_rate']:g}: "
+            "the rate goes up to it"
+        )
+    if values["max_steps"] > 0 and values["warmup_steps"] > values["max_steps"]:
+        note(f"warmup_steps {values['warmup_steps']:g} is above max_steps {values['max_steps']}: warm-up never ends")
+    if "autonlp" in values["report_to"]:
+        note("--report_to autonlp has no effect: the service is gone")
+
+
+def _typed(parsed: Parsed, name: str) -> str:
+    """The flag in the user's own word where there is one."""
+    source = parsed.sources[name]
+    return source if source.startswith("--") else name
+
+
+def _device_known(device: str) -> bool:
+    kind, _, index = device.lower().partition(":")
+    return kind in ("gpu", "cuda", "cpu") and (not index or index.isdigit())

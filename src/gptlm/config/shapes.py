@@ -1,0 +1,169 @@
+"""Which model a command means: its sizes, and where its weights and tokenizer lie. Reads small JSON files only."""
+
+import difflib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gptlm.config.parser import Parsed
+from gptlm.errors import GptlmError, UsageError
+from gptlm.model.presets import (
+    CHINESE,
+    GPT2_VOCABULARY,
+    PRESETS,
+    Preset,
+    Shape,
+    has_weights,
+    shape_of_config,
+    tokenizer_size,
+)
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+ROUND_VOCABULARY = 128  # PaddleNLP and Megatron pad the embedding to a multiple of this
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What `model_name_or_path` stands for.
+
+    Attributes:
+        kind: "preset", "folder", "config" (a .json file) or "flags" (sizes given one by one, no name).
+        origin: for `--print_config`: the words that name it.
+        shape: its sizes, None for "flags".
+        preset: the table row of a built-in name.
+        weights: folder or hub id to load weights from; None if there are none.
+    """
+
+    kind: str
+    origin: str
+    shape: Shape | None = None
+    preset: Preset | None = None
+    weights: str | None = None
+
+
+def find_model(parsed: Parsed) -> ModelSource:
+    """Look `model_name_or_path` up.
+
+    Raises:
+        UsageError: if it is neither a built-in name, nor a model folder, nor a config file.
+    """
+    name = parsed.values["model_name_or_path"]
+    unnamed = parsed.sources["model_name_or_path"] == "default"
+    if name is None or (unnamed and all(parsed.values[size] is not None for size in SIZES[:3])):
+        missing = [size for size in SIZES[:3] if parsed.values[size] is None]
+        if missing:
+            raise UsageError(f"without a model name --{', --'.join(missing)} must be given")
+        return ModelSource("flags", "the size flags")
+    path = Path(name)
+    try:
+        if path.is_dir():
+            weights = str(path) if has_weights(path) else None
+            return ModelSource("folder", f"{path}/config.json", shape_of_config(path / "config.json"), None, weights)
+        if path.is_file():
+            return ModelSource("config", name, shape_of_config(path))
+    except GptlmError as error:
+        raise UsageError(str(error)) from error
+    preset = PRESETS.get(name.removesuffix(".json"))  # run_gpt3.sh says gpt3-13B-en.json
+    if preset is None:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(
+            f"model_name_or_path {name!r} is neither a folder, nor a config .json file, nor a built-in name"
+            f"{hint or ';'} built-in are {', '.join(key for key in PRESETS if '/' not in key)}"
+        )
+    return ModelSource("preset", f"preset {name}", preset.shape, preset, preset.hub_id)
+
+
+def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
+    """Fill the size flags that were not given; returns the final sizes.
+
+    Raises:
+        UsageError: if sizes contradict the weights, each other, or `max_seq_length`.
+    """
+    values = parsed.values
+    continuing = values["continue_training"]
+    base = asdict(source.shape) if source.shape else {}
+    for name in SIZES:
+        given = values[name]
+        if given is None:
+            value = base.get(name) if source.shape else 4 * values["hidden_size"]
+            _derive(parsed, name, value, source.origin if source.shape else "derived: 4 x hidden_size")
+        elif continuing and given != base.get(name):
+            raise UsageError(
+                f"--{name} {given} contradicts the weights of {values['model_name_or_path']} ({base.get(name)}); "
+                "leave it out, or train from random weights with --continue_training 0"
+            )
+    if parsed.sources["intermediate_size"] == source.origin and values["hidden_size"] != base.get("hidden_size"):
+        _derive(parsed, "intermediate_size", 4 * values["hidden_size"], "derived: 4 x hidden_size")
+    _resolve_vocabulary(parsed, source, base.get("vocab_size"))
+    _resolve_positions(parsed, source, base.get("max_position_embeddings"))
+    shape = Shape(**{name: values[name] for name in (*SIZES, "vocab_size", "max_position_embeddings")})
+    for name, size in asdict(shape).items():
+        if size < 1:
+            raise UsageError(f"--{name} {size}: expected at least 1")
+    if shape.hidden_size % shape.num_attention_heads:
+        raise UsageError(
+            f"hidden_size {shape.hidden_size} is not a multiple of num_attention_heads {shape.num_attention_heads}; "
+            f"{shape.hidden_size // shape.num_attention_heads * shape.num_attention_heads or shape.num_attention_heads}"
+            " would be"
+        )
+    return shape
+
+
+def _resolve_vocabulary(parsed: Parsed, source: ModelSource, base: int | None) -> None:
+    given, continuing = parsed.values["vocab_size"], parsed.values["continue_training"]
+    if given is not None:
+        if continuing and base is not None and given < base:
+            raise UsageError(f"--vocab_size {given} is below the {base} rows of the weights; leave it out")
+        return
+    entries = _tokenizer_entries(parsed)
+    if continuing and base is not None:
+        _derive(parsed, "vocab_size", base, source.origin)
+    elif entries is None:
+        value = base if base is not None else _rounded(GPT2_VOCABULARY)
+        _derive(parsed, "vocab_size", value, source.origin if base else "derived: GPT-2's 50257 rounded up to 128")
+    elif base is not None and base >= _rounded(entries):
+        _derive(parsed, "vocab_size", base, source.origin)
+    else:
+        _derive(parsed, "vocab_size", _rounded(entries), f"derived: tokenizer's {entries} rounded up to 128")
+
+
+def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) -> None:
+    given, length = parsed.values["max_position_embeddings"], parsed.values["max_seq_length"]
+    if given is None:
+        if base is None or (base < length and not parsed.values["continue_training"]):
+            _derive(parsed, "max_position_embeddings", length, "derived: max_seq_length")
+        else:
+            _derive(parsed, "max_position_embeddings", base, source.origin)
+    elif parsed.values["continue_training"] and given != base:
+        raise UsageError(f"--max_position_embeddings {given} contradicts the weights ({base}); leave it out")
+    positions = parsed.values["max_position_embeddings"]
+    if length > positions:
+        raise UsageError(
+            f"max_seq_length {length} is longer than the position table of {positions}; "
+            f"use --max_seq_length {positions}, or random weights (--continue_training 0) with a longer table"
+        )
+
+
+def _tokenizer_entries(parsed: Parsed) -> int | None:
+    """Ids of the tokenizer, as far as known without network."""
+    name = parsed.values["tokenizer_name_or_path"] or parsed.values["model_name_or_path"]
+    if parsed.sources["tokenizer_name_or_path"] == "default" and find_model(parsed).kind == "flags":
+        return None
+    name = name.removesuffix(".json") if name else name
+    if name in CHINESE:
+        return PRESETS[name].shape.vocab_size
+    if name in PRESETS:
+        return GPT2_VOCABULARY
+    try:
+        return tokenizer_size(Path(name)) if name else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"the tokenizer in {name} cannot be read ({error}); give a folder with a whole one") from error
+
+
+def _rounded(entries: int) -> int:
+    return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
+
+
+def _derive(parsed: Parsed, name: str, value: int | None, source: str) -> None:
+    parsed.values[name] = value
+    parsed.sources[name] = source

@@ -1,0 +1,188 @@
+"""Foreign words. The only file in which they occur: word -> ours, or why it has no effect, or why it is refused.
+
+Words are written with underscores; on the command line dashes do as well.
+"""
+
+# A word of PaddleNLP's other versions, of HuggingFace, or of older scripts -> the same thing in our words.
+PRETRAIN_RENAMED = {
+    "sharding_degree": "sharding_parallel_degree",
+    "eval_strategy": "evaluation_strategy",
+    "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute",
+    "tokenizer_name": "tokenizer_name_or_path",
+    "grad_clip": "max_grad_norm",
+    "micro_batch_size": "per_device_train_batch_size",
+    "warmup_rate": "warmup_fraction",
+    "logging_freq": "logging_steps",
+    "eval_freq": "eval_steps",
+    "max_lr": "learning_rate",
+    "min_lr": "min_learning_rate",
+}
+
+FUSED = "a speed switch of PaddlePaddle kernels; results are the same without it"
+STATIC = "PaddlePaddle's static graph and auto-parallel engine; gptlm has one engine"
+CHECKPOINT = "every checkpoint here is one safetensors format that loads on any layout"
+
+# Known words without an effect here, and why. Each one used is named once in the log.
+PRETRAIN_IGNORED = {
+    "model_type": "the architecture is read from model_name_or_path",
+    "output_attentions": "training returns the loss only",
+    "use_flash_attention": "attention always takes the fastest kernel of the machine, flash attention included",
+    "use_flash_attn": "attention always takes the fastest kernel of the machine, flash attention included",
+    "fuse_attention_qkv": "query, key and value are always one matrix; results are the same",
+    "fuse_attention_ffn": FUSED,
+    "fused_linear": FUSED,
+    "use_fused_linear": FUSED,
+    "enable_fuse_transformer": FUSED,
+    "fuse_sequence_parallel_allreduce": FUSED,
+    "enable_linear_fused_grad_add": FUSED,
+    "fused_linear_param_grad_add": FUSED,
+    "use_fast_layer_norm": FUSED,
+    "use_fused_rms_norm": FUSED,
+    "use_fused_rope": FUSED,
+    "use_fused_dropout_add": FUSED,
+    "recompute_use_reentrant": "recomputation here is never reentrant; results are the same",
+    "pp_recompute_interval": "every layer is recomputed, see no_recompute_layers",
+    "transformer_engine_backend": "Transformer Engine layers are not used",
+    "te_init_weight_path": "Transformer Engine layers are not used",
+    "data_impl": "the format is read from the files, which are always memory-mapped",
+    "skip_warmup": "files are memory-mapped and read as needed",
+    "distributed_dataloader": "each process reads its own samples from the memory-mapped files",
+    "unified_checkpoint": CHECKPOINT,
+    "unified_checkpoint_config": CHECKPOINT,
+    "save_sharded_model": CHECKPOINT,
+    "load_sharded_model": CHECKPOINT,
+    "force_reshard_pp": CHECKPOINT,
+    "ignore_data_skip": "resuming starts at the next sample without reading the earlier ones",
+    "amp_custom_black_list": "loss, softmax and layer norms are float32 already",
+    "amp_custom_white_list": "autocast's own list decides",
+    "hybrid_parallel_topo_order": "ranks are ordered with tensor parallelism fastest",
+    "data_parallel_config": STATIC,
+    "to_static": STATIC,
+    "enable_auto_parallel": STATIC,
+    "use_intermediate_api": STATIC,
+    "pipeline_schedule_mode": STATIC,
+    "virtual_pipeline_seg_method": STATIC,
+    "auto_parallel_resume_form_hybrid_parallel": STATIC,
+    "use_expert_parallel": "GPT has no experts",
+    "sr": STATIC,
+    "refined_ops_patterns": STATIC,
+    "job_schedule_profiler_start": STATIC,
+    "job_schedule_profiler_end": STATIC,
+    "job_schedule_profiler_range": STATIC,
+    "flatten_param_grads": "a switch for NPU cards",
+    "lazy_data_processing": "samples are always read as needed",
+    "do_export": "the saved model is the export: AutoModelForCausalLM.from_pretrained loads it",
+    "skip_profile_timer": "no timer lines are printed",
+    "no_cuda": "use --device cpu",
+    "use_cpu": "use --device cpu",
+    "log_on_each_node": "the first process logs",
+    "save_on_each_node": "the first process saves",
+    "past_index": "GPT returns no past states in training",
+    "label_names": "the targets are known",
+    "remove_unused_columns": "a batch holds only what the model takes",
+    "prediction_loss_only": "evaluation of pretraining is the loss",
+    "eval_accumulation_steps": "evaluation of pretraining keeps one number per batch",
+    "dataloader_drop_last": "every batch is whole: the sample index is as long as the run",
+    "num_cycles": "the cosine schedule goes down once, to min_learning_rate",
+    "fp16_full_eval": "evaluation runs in the precision of training",
+    "bf16_full_eval": "evaluation runs in the precision of training",
+    "log_level": "lines are printed at level INFO by the first process",
+    "wandb_api_key": "set WANDB_API_KEY in the environment",
+    "eval_data_mode": "every evaluation reads the same windows",
+}
+
+# Known words that ask for what cannot be had, with the values that ask for nothing.
+OFF = ("", "0", "1", "-1", "false", "none", "no", "n", "f")
+PRETRAIN_REFUSED = {
+    "use_fp8": (("", "0", "false", "no", "n", "f"), "FP8 training is not implemented; use --bf16"),
+    "sep_parallel_degree": (OFF, "segment parallelism is not implemented; use --tensor_parallel_degree"),
+    "context_parallel_degree": (OFF, "context parallelism is not implemented; use --tensor_parallel_degree"),
+    "autotuner_benchmark": (("", "0", "false", "no", "n", "f"), "give --max_steps 5 --save_strategy no instead"),
+    "ignore_load_lr_and_optim": (
+        ("", "0", "false", "no", "n", "f"),
+        "give the checkpoint as --model_name_or_path with --continue_training and a new --output_dir instead",
+    ),
+}
+
+# Words inside --tensor_parallel_config, --pipeline_parallel_config and --sharding_parallel_config.
+PARALLEL_WORDS = {
+    "tensor_parallel_config": (
+        "enable_mp_async_allreduce",
+        "enable_mp_skip_c_identity",
+        "enable_mp_fused_linear_param_grad_add",
+        "enable_delay_scale_loss",
+        "enable_sp_async_reduce_scatter",
+        "sync_param",
+        "sync_grad",
+        "sync_moment",
+    ),
+    "pipeline_parallel_config": (
+        "disable_p2p_cache_shape",
+        "disable_partial_send_recv",
+        "enable_delay_scale_loss",
+        "enable_dp_comm_overlap",
+        "enable_sharding_comm_overlap",
+        "enable_timer",
+        "enable_release_grads",
+        "enable_clear_every_step_cache",
+        "enable_overlap_p2p_comm",
+        "disable_batch_p2p_comm",
+    ),
+    "sharding_parallel_config": (
+        "enable_stage1_tensor_fusion",
+        "enable_stage1_overlap",
+        "enable_stage2_overlap",
+        "split_param",
+        "disable_stage1_reduce_avg",
+        "enable_stage1_allgather_overlap",
+        "enable_stage1_broadcast_overlap",
+    ),
+}
+
+PREPROCESS_RENAMED = {
+    "vocab": "vocab_file",
+    "json_key": "json_keys",
+    "append_eod": "append_eos",
+    "model_name": "model_name_or_path",
+    "data_impl": "dataset_impl",
+    "output": "output_prefix",
+    "tokenizer_name_or_path": "model_name_or_path",
+    "max_documents": "max_doc_num",
+}
+PREPROCESS_IGNORED = {
+    "chunk_size": "batches are cut by bytes",
+    "partitions": "the input is read as one stream, in order",
+    "keep_sequential_samples": "documents always keep their order",
+    "keep_newlines": "documents are not split into sentences",
+    "lang": "documents are not split into sentences",
+    "tensor_model_parallel_size": "the vocabulary is padded when the model is made",
+    "make_vocab_size_divisible_by": "the vocabulary is padded when the model is made",
+    "max_repeated_len": "texts are kept as they are",
+    "cn_seg_func": "word segmentation serves ERNIE and BERT, not GPT",
+    "cn_splited": "word segmentation serves ERNIE and BERT, not GPT",
+    "cn_split_dimer": "word segmentation serves ERNIE and BERT, not GPT",
+    "chinese": "byte-level BPE encodes every language",
+}
+PREPROCESS_REFUSED = {
+    "split_sentences": (
+        ("", "0", "false", "no"),
+        "splitting documents into sentences is not implemented yet; the originals' GPT training mixes the sentences "
+        "of all documents when it is used, leave it out",
+    ),
+    "cn_whole_word_segment": (("", "0", "false", "no"), "whole-word masking serves ERNIE and BERT, not GPT"),
+}
+
+TOKENIZER_RENAMED = {"input": "input_path", "output": "output_dir", "json_keys": "json_key"}
+
+PREDICT_RENAMED = {
+    "max_new_tokens": "tgt_length",
+    "max_length": "tgt_length",
+    "per_device_eval_batch_size": "batch_size",
+    "input": "input_file",
+    "output": "output_file",
+}
+PREDICT_IGNORED = {"model_type": "the architecture is read from model_name_or_path"}
+PREDICT_REFUSED = {
+    "save_onepiece_model_path": (("", "none"), "saved models are in one piece already; copy the folder"),
+}

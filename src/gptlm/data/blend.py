@@ -1,0 +1,68 @@
+"""Mixing corpora by weight, in the order of the originals' `build_blending_indices`."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gptlm.errors import GptlmError
+
+MARGIN = 1.005  # each part is asked for half a percent more than its share, as in the originals
+
+
+def normalise(weights: Sequence[float]) -> list[float]:
+    """`weights` divided by their sum."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def part_samples(num_samples: int, weight: float) -> int:
+    """Samples asked of a part with normalised `weight` when the blend must give `num_samples`."""
+    return int(math.ceil(num_samples * weight * MARGIN))
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which part, and which of its samples, is sample i of the blend.
+
+    Sample i comes from the part that lags most behind its share, max over parts of w x max(i, 1) - taken, the first
+    such part on a tie (PaddleNLP and Megatron `helpers.cpp`).
+
+    Args:
+        weights: normalised, fewer than 255.
+
+    Returns:
+        parts (size,) uint8 and samples (size,) int64.
+
+    Raises:
+        GptlmError: for 255 parts and more, which the originals' uint8 cannot count.
+    """
+    if len(weights) >= 255:
+        raise GptlmError(f"{len(weights)} corpora in one blend; at most 254 work, merge some of them")
+    parts = np.empty(size, dtype=np.uint8)
+    samples = np.empty(size, dtype=np.int64)
+    taken = [0] * len(weights)
+    numbered = list(enumerate(weights))
+    for i in range(size):
+        reach = float(max(i, 1))
+        chosen, most = 0, -math.inf
+        for part, weight in numbered:
+            lag = weight * reach - taken[part]
+            if lag > most:
+                chosen, most = part, lag
+        parts[i], samples[i] = chosen, taken[chosen]
+        taken[chosen] += 1
+    return parts, samples
+
+
+class BlendedDataset:
+    """Samples of several datasets in `blend_order`; same `[i] -> (seq_length + 1,) int64` as its parts."""
+
+    def __init__(self, datasets: Sequence, weights: Sequence[float], size: int):
+        self.datasets = datasets
+        self.parts, self.samples = blend_order(weights, size)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.datasets[self.parts[i]][int(self.samples[i])]

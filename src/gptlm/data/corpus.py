@@ -1,0 +1,222 @@
+"""Texts on disk, read as batches of documents: .jsonl, .json, .txt, each also as .gz or .zst.
+
+Reading is streaming and cheap; parsing a batch is left to `texts_of`, which worker processes may call.
+"""
+
+import glob
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from gptlm.errors import GptlmError
+
+SUFFIXES = (".jsonl", ".json", ".txt")
+COMPRESSED = (".gz", ".zst")
+BATCH_BYTES = 1 << 18
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some consecutive documents of one file.
+
+    Attributes:
+        file: the path, for messages.
+        numbers: line number (or position in a JSON array) of each document.
+        records: bytes of a JSON line, an object of a JSON array, or bytes of plain text.
+        is_text: records are plain text.
+        read: bytes of the file consumed since the previous batch, as they lie on disk.
+    """
+
+    file: str
+    numbers: list[int]
+    records: list[Any]
+    is_text: bool
+    read: int
+
+
+def list_files(path: str) -> list[Path]:
+    """The readable files behind a file, a folder (recursive) or a glob, sorted by name.
+
+    Raises:
+        GptlmError: if there are none, or a single named file has another ending.
+    """
+    if os.path.isfile(path):
+        if _kind(Path(path)) is None:
+            raise GptlmError(f"{path}: cannot tell its format; expected an ending of {_endings()}")
+        return [Path(path)]
+    if os.path.isdir(path):
+        found = [file for file in Path(path).rglob("*") if file.is_file()]
+    else:
+        found = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+    files = sorted(file for file in found if _kind(file) is not None)
+    if not files:
+        what = f"{len(found)} files, none" if found else "no file"
+        raise GptlmError(f"{path}: {what} ending in {_endings()}; give a file, a folder or a quoted glob")
+    return files
+
+
+def read_batches(files: Sequence[Path], txt_split: str = "blank_line") -> Iterator[Batch]:
+    """All documents of `files` in order.
+
+    Args:
+        txt_split: what ends a document in a .txt file: "blank_line", "line" or "file".
+
+    Raises:
+        GptlmError: naming the file (and line) that cannot be read.
+    """
+    for file in files:
+        try:
+            yield from _read_file(file, txt_split)
+        except (OSError, EOFError, zstandard.ZstdError) as error:
+            raise GptlmError(f"cannot read {file}: {error}; is the file whole?") from error
+
+
+def texts_of(batch: Batch, keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """The texts under `keys` of each document of `batch`; plain text serves every key.
+
+    Raises:
+        GptlmError: naming file and line of bytes that are not UTF-8, broken JSON, or a missing key.
+    """
+    texts = []
+    for number, record in zip(batch.numbers, batch.records, strict=True):
+        place = f"{batch.file}, {'document' if isinstance(record, dict) else 'line'} {number}"
+        if isinstance(record, bytes):
+            record = _decode(record, place)
+        if not batch.is_text and isinstance(record, str):
+            record = _parse_line(record, place)
+        texts.append((record,) * len(keys) if batch.is_text else _select(record, keys, place))
+    return texts
+
+
+def read_texts(path: str, key: str = "text", txt_split: str = "blank_line") -> Iterator[str]:
+    """The texts under `key` of every document behind `path`, one after the other."""
+    for batch in read_batches(list_files(path), txt_split):
+        for (text,) in texts_of(batch, [key]):
+            yield text
+
+
+def _kind(file: Path) -> str | None:
+    name = file.name.lower()
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def _endings() -> str:
+    return ", ".join(SUFFIXES) + " (or these with .gz or .zst)"
+
+
+def _read_file(file: Path, txt_split: str) -> Iterator[Batch]:
+    kind = _kind(file)
+    with open(file, "rb") as raw:
+        stream = _open(raw, file)
+        _skip_mark(stream, file)
+        if kind == ".txt":
+            documents, is_text = _plain_documents(stream, txt_split), True
+        elif kind == ".json" and _starts_array(stream):
+            documents, is_text = _array_documents(stream, file), False
+        else:
+            lines = enumerate(stream, start=1)
+            documents, is_text = ((n, line) for n, line in lines if line.strip()), False
+        yield from _batched(documents, str(file), is_text, raw)
+
+
+def _open(raw: BinaryIO, file: Path) -> io.BufferedReader:
+    if file.name.lower().endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
+    if file.name.lower().endswith(".zst"):
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+    return raw  # type: ignore[return-value]
+
+
+def _skip_mark(stream: io.BufferedReader, file: Path) -> None:
+    start = stream.peek(4)[:4]
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise GptlmError(
+            f"{file}, line 1: the file is UTF-16; convert it with "
+            f"`iconv -f UTF-16 -t UTF-8 {file.name} > utf8{file.suffix}`"
+        )
+    if start.startswith(UTF8_MARK):
+        stream.read(len(UTF8_MARK))
+
+
+def _starts_array(stream: io.BufferedReader) -> bool:
+    return stream.peek(1 << 12).lstrip()[:1] == b"["
+
+
+def _array_documents(stream: io.BufferedReader, file: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        documents = json.loads(stream.read())
+    except UnicodeDecodeError as error:
+        raise GptlmError(f"{file}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from error
+    except ValueError as error:
+        raise GptlmError(f"{file}: broken JSON array: {error}") from error
+    yield from enumerate(documents, start=1)
+
+
+def _plain_documents(stream: io.BufferedReader, txt_split: str) -> Iterator[tuple[int, bytes]]:
+    pending: list[bytes] = []
+    first = 1
+    for number, line in enumerate(stream, start=1):
+        line = line.removesuffix(b"\n").removesuffix(b"\r")
+        if txt_split == "line" or (txt_split == "blank_line" and not line.strip()):
+            if txt_split == "line":
+                pending, first = [line], number
+            if any(part.strip() for part in pending):
+                yield first, b"\n".join(pending)
+            pending = []
+            continue
+        if not pending:
+            first = number
+        pending.append(line)
+    if any(part.strip() for part in pending):
+        yield first, b"\n".join(pending)
+
+
+def _batched(documents: Iterator[tuple[int, Any]], file: str, is_text: bool, raw: BinaryIO) -> Iterator[Batch]:
+    numbers: list[int] = []
+    records: list[Any] = []
+    size, position = 0, 0
+    for number, record in documents:
+        numbers.append(number)
+        records.append(record)
+        size += len(record) if isinstance(record, bytes) else 1 << 10
+        if size >= BATCH_BYTES:
+            yield Batch(file, numbers, records, is_text, raw.tell() - position)
+            numbers, records, size, position = [], [], 0, raw.tell()
+    yield Batch(file, numbers, records, is_text, raw.tell() - position)
+
+
+def _decode(record: bytes, place: str) -> str:
+    try:
+        return record.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GptlmError(
+            f"{place}: not UTF-8 (byte {record[error.start : error.start + 1].hex()} at column {error.start + 1}); "
+            "convert the file, for example `iconv -f GB18030 -t UTF-8`"
+        ) from error
+
+
+def _parse_line(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise GptlmError(f'{place}: broken JSON: {error}; expected one object per line like {{"text": ...}}') from error
+
+
+def _select(record: Any, keys: Sequence[str], place: str) -> tuple[str, ...]:
+    if not isinstance(record, dict):
+        raise GptlmError(f'{place}: {type(record).__name__} instead of an object like {{"text": ...}}')
+    for key in keys:
+        if not isinstance(record.get(key), str):
+            found = f"a {type(record[key]).__name__}" if key in record else f"only the keys {sorted(record)[:8]}"
+            raise GptlmError(f"{place}: no text under {key!r}, found {found}; name the key with --json_key")
+    return tuple(record[key] for key in keys)

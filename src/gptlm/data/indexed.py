@@ -1,0 +1,365 @@
+"""Token files on disk: Megatron's `.bin/.idx` (MMIDIDX) and PaddleNLP's `_ids.npy/_idx.npz`, read and written.
+
+Both hold the same thing: all token ids back to back, and the length of each sequence. One reader serves both; it
+never loads the tokens, it maps them. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP `paddlenlp/data`.
+"""
+
+import json
+import os
+import zipfile
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptlm.errors import GptlmError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
+START = len(MAGIC) + HEADER.itemsize  # 34 bytes
+# Codes 6 and 7 are floats whose width differs from writer to writer; no text corpus has them.
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+UINT16_VOCABULARY = 65500  # below this many entries every id fits uint16 with room, as in the originals
+SCAN_TOKENS = 1 << 24  # tokens looked at in one piece when ids are checked
+
+
+@dataclass(frozen=True)
+class IndexedTokens:
+    """A corpus on disk.
+
+    Attributes:
+        prefix: the path without suffix, as the user gave it.
+        tokens: (total,) memory-mapped ids of dtype uint8, int8, int16, uint16, int32 or int64.
+        sizes: (n,) int32, tokens of each sequence. The originals shuffle and split sequences, and so do we;
+            preprocessing without sentence splitting makes one sequence per document.
+        starts: (n,) int64, index into `tokens` of each sequence's first token.
+        document_starts: (documents + 1,) int64, index of each document's first sequence, then n.
+    """
+
+    prefix: str
+    tokens: np.ndarray
+    sizes: np.ndarray
+    starts: np.ndarray
+    document_starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """View of the tokens [offset, offset + length) of one sequence; `length` None means to its end."""
+        start = int(self.starts[sequence]) + offset
+        rest = int(self.sizes[sequence]) - offset
+        return self.tokens[start : start + (rest if length is None else min(length, rest))]
+
+
+def open_tokens(prefix: str) -> IndexedTokens:
+    """Open `prefix`; the npy/npz pair wins where both formats exist, as in PaddleNLP.
+
+    Raises:
+        GptlmError: if files are missing, damaged, or not of one run.
+    """
+    if os.path.exists(f"{prefix}_ids.npy") or os.path.exists(f"{prefix}_idx.npz"):
+        return _open_npy(prefix)
+    return _open_mmap(prefix)
+
+
+def _open_mmap(prefix: str) -> IndexedTokens:
+    index_path, tokens_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    _require(index_path, tokens_path)
+    index_size = index_path.stat().st_size
+    if index_size < START:
+        raise GptlmError(f"{index_path} is {index_size} bytes long, an index has at least {START}; preprocess again")
+    raw: np.ndarray = np.memmap(index_path, dtype=np.uint8, mode="r")
+    if raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise GptlmError(
+            f"{index_path} starts with {raw[:9].tobytes()!r}, not with {MAGIC!r}: it is no MMIDIDX index "
+            "(are .bin and .idx swapped?)"
+        )
+    header: Any = raw[len(MAGIC) : START].view(HEADER)[0]
+    dtype = _dtype_of(index_path, header)
+    n, m = int(header["sequences"]), int(header["documents"])
+    expected = START + 12 * n + 8 * m
+    if index_size not in (expected, expected + n):  # + n: one mode byte per sequence of multimodal writers
+        raise GptlmError(
+            f"{index_path} is {index_size} bytes long, its header announces {expected} "
+            f"({n} sequences, {m} document entries): the file was cut short or damaged; preprocess again"
+        )
+    sizes = raw[START : START + 4 * n].view("<i4")
+    pointers = raw[START + 4 * n : START + 12 * n].view("<i8")
+    documents = raw[START + 12 * n : expected].view("<i8")
+    _check_sizes(index_path, sizes)
+    starts = _starts(sizes)
+    if not np.array_equal(starts * dtype.itemsize, pointers):
+        raise GptlmError(f"{index_path}: the byte pointers are not the running sum of the lengths; preprocess again")
+    wanted, found = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, tokens_path.stat().st_size
+    if wanted != found:
+        raise GptlmError(
+            f"{tokens_path} is {found} bytes long, {index_path} describes {wanted}: "
+            "the pair is not of one run or was cut short; preprocess again"
+        )
+    tokens = np.memmap(tokens_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
+    return IndexedTokens(prefix, tokens, sizes, starts, documents)
+
+
+def _dtype_of(path: Path, header: Any) -> np.dtype:
+    if header["version"] != 1:
+        raise GptlmError(f"{path} has format version {header['version']}, this reader knows version 1")
+    code = int(header["dtype"])
+    if code not in DTYPES:
+        reason = "whose width differs between writers" if code in (6, 7) else "which is unknown"
+        raise GptlmError(f"{path} has dtype code {code}, {reason}; token files have code 8 (uint16) or 4 (int32)")
+    return np.dtype(DTYPES[code]).newbyteorder("<")
+
+
+def _open_npy(prefix: str) -> IndexedTokens:
+    tokens_path, index_path = Path(f"{prefix}_ids.npy"), Path(f"{prefix}_idx.npz")
+    _require(tokens_path, index_path)
+    try:
+        tokens = np.load(tokens_path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise GptlmError(f"{tokens_path} is no whole .npy file: {error}; preprocess again") from error
+    try:
+        with np.load(index_path, allow_pickle=False) as index:
+            missing = {"lens", "docs"} - set(index.files)
+            if missing:
+                raise GptlmError(f"{index_path} lacks the array {missing.pop()!r} (found {index.files})")
+            sizes, documents = index["lens"], index["docs"]
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise GptlmError(f"{index_path} is no whole .npz file: {error}; preprocess again") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise GptlmError(f"{tokens_path} holds a {tokens.dtype} array of shape {tokens.shape}; expected 1-D integers")
+    if sizes.dtype != np.int32 or sizes.ndim != 1:
+        raise GptlmError(f"{index_path}: 'lens' is {sizes.dtype} of shape {sizes.shape}; expected 1-D int32")
+    _check_sizes(index_path, sizes)
+    if (total := int(sizes.sum(dtype=np.int64))) != len(tokens):
+        raise GptlmError(
+            f"{tokens_path} holds {len(tokens)} tokens, {index_path} describes {total}: "
+            "the pair is not of one run; preprocess again"
+        )
+    return IndexedTokens(prefix, tokens, sizes, _starts(sizes), documents.astype(np.int64))
+
+
+def _require(*paths: Path) -> None:
+    for path in paths:
+        if not path.is_file():
+            partner = next(other for other in paths if other is not path)
+            beside = f"its partner {partner.name} is there" if partner.is_file() else f"{partner.name} neither"
+            raise GptlmError(f"{path} does not exist ({beside}); give the folder or prefix preprocessing wrote")
+
+
+def _check_sizes(path: Path, sizes: np.ndarray) -> None:
+    if len(sizes) and int(sizes.min()) < 0:
+        raise GptlmError(f"{path}: sequence {int(np.argmin(sizes))} has length {int(sizes.min())}; preprocess again")
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(sizes), dtype=np.int64)
+    np.cumsum(sizes[:-1], dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def id_range(tokens: IndexedTokens) -> tuple[int, int]:
+    """Smallest and largest id of the corpus, found by reading all of it once; (0, -1) when it is empty."""
+    low, high = 0, -1
+    for start in range(0, len(tokens.tokens), SCAN_TOKENS):
+        piece = tokens.tokens[start : start + SCAN_TOKENS]
+        low, high = min(low, int(piece.min())), max(high, int(piece.max()))
+    return low, high
+
+
+def first_bad_token(tokens: IndexedTokens, vocab_size: int) -> tuple[int, int, int] | None:
+    """(sequence, offset in it, id) of the first id outside [0, vocab_size), or None."""
+    for start in range(0, len(tokens.tokens), SCAN_TOKENS):
+        piece = tokens.tokens[start : start + SCAN_TOKENS]
+        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size))
+        if len(bad):
+            position = start + int(bad[0])
+            sequence = int(np.searchsorted(tokens.starts, position, side="right")) - 1
+            return sequence, position - int(tokens.starts[sequence]), int(piece[bad[0]])
+    return None
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """The dtype the originals store ids in: uint16 below 65500 entries, else int32."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
+
+
+def metadata_path(prefix: str) -> Path:
+    """The JSON beside the data that names its tokenizer."""
+    return Path(f"{prefix}.meta.json")
+
+
+def read_metadata(prefix: str) -> dict:
+    """What preprocessing noted about `prefix`; an empty dict for data of other tools."""
+    path = metadata_path(prefix)
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise GptlmError(f"{path} is damaged ({error}); remove it or preprocess again") from error
+
+
+class IndexedTokensWriter:
+    """Write one corpus, document by document, in either format; nothing has its final name before `finish`.
+
+    Args:
+        prefix: path without suffix.
+        vocab_size: entries of the tokenizer; fixes the dtype, and every id must lie in [0, vocab_size).
+        layout: "mmap" for `.bin/.idx`, "npy" for `_ids.npy/_idx.npz`.
+
+    Memory: 4 bytes per sequence and 8 per document.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, layout: str = "mmap"):
+        assert layout in ("mmap", "npy"), layout
+        self.prefix, self.vocab_size, self.layout = prefix, vocab_size, layout
+        self.dtype = dtype_for(vocab_size)
+        self.sizes = array("i")
+        self.document_starts = array("q", [0])
+        self.total = 0
+        self.highest = -1
+        suffixes = (".bin", ".idx") if layout == "mmap" else ("_ids.npy", "_idx.npz")
+        self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
+        self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(_temporary(self.tokens_path), "wb")
+        if layout == "npy":
+            self._file.write(self._npy_header())
+
+    def add(self, ids: np.ndarray, lengths: list[int]) -> None:
+        """Append documents of one sequence each: `ids` (sum of lengths,) back to back.
+
+        Raises:
+            GptlmError: if an id lies outside [0, vocab_size).
+        """
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise GptlmError(
+                    f"the tokenizer gave id {low if low < 0 else high}, its vocabulary has {self.vocab_size} "
+                    f"entries; ids would be stored wrongly in {self.dtype}"
+                )
+            self.highest = max(self.highest, high)
+        self._file.write(ids.astype(self.dtype).tobytes())
+        first = len(self.sizes)
+        self.sizes.extend(lengths)
+        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
+        self.total += len(ids)
+
+    def finish(self, metadata: dict) -> list[Path]:
+        """Write the index and the metadata, give all files their final names; returns their paths."""
+        if self.layout == "npy":
+            self._file.seek(0)
+            self._file.write(self._npy_header())
+        self._close()
+        index_temporary = _temporary(self.index_path)
+        with open(index_temporary, "wb") as file:
+            self._write_index(file)
+            file.flush()
+            os.fsync(file.fileno())
+        facts = {
+            **metadata,
+            "vocab_size": self.vocab_size,
+            "dtype": str(self.dtype),
+            "documents": len(self.document_starts) - 1,
+            "tokens": self.total,
+            "max_id": self.highest,
+        }
+        metadata_temporary = _temporary(metadata_path(self.prefix))
+        metadata_temporary.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # The index last: without it the pair does not open.
+        self.index_path.unlink(missing_ok=True)
+        os.replace(_temporary(self.tokens_path), self.tokens_path)
+        os.replace(metadata_temporary, metadata_path(self.prefix))
+        os.replace(index_temporary, self.index_path)
+        return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
+
+    def abandon(self) -> None:
+        """Remove what was written under temporary names."""
+        self._close()
+        for path in (self.tokens_path, self.index_path, metadata_path(self.prefix)):
+            _temporary(path).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _write_index(self, file) -> None:
+        sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.empty(0, np.int32)
+        documents = np.frombuffer(self.document_starts, dtype=np.int64)
+        if self.layout == "npy":
+            np.savez(file, lens=sizes, docs=documents)
+            return
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        header = np.array((1, code, len(sizes), len(documents)), dtype=HEADER)
+        file.write(MAGIC + header.tobytes())
+        for part in (sizes, _starts(sizes) * self.dtype.itemsize, documents):
+            file.write(part.tobytes())
+
+    def _npy_header(self) -> bytes:
+        """A version-1 .npy header for `total` tokens, always 128 bytes so that it can be rewritten at the end."""
+        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.total},), }}"
+        return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".incomplete")
+
+
+def find_prefixes(folder: str) -> list[str]:
+    """Prefixes of all corpora in `folder`, sorted by name (the originals take the file system's order).
+
+    Raises:
+        GptlmError: if the folder is missing or holds none.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise GptlmError(
+            f"cannot list the data folder {folder}: {error.strerror}; --input_dir takes a folder with .bin/.idx or "
+            "_ids.npy/_idx.npz files, or 'weight1 prefix1 weight2 prefix2'"
+        ) from error
+    prefixes: dict[str, None] = {}
+    for name in names:
+        for suffix in ("_idx.npz", "_ids.npy", ".idx", ".bin"):
+            if name.endswith(suffix):
+                prefixes[os.path.join(folder, name[: -len(suffix)])] = None
+    if not prefixes:
+        listing = ", ".join(names[:5]) or "nothing"
+        raise GptlmError(
+            f"{folder} holds no token files (.bin/.idx or _ids.npy/_idx.npz), it holds {listing}; "
+            "make them with scripts/preprocess_data.py"
+        )
+    return list(prefixes)
+
+
+def parse_input(input_dir: str) -> list[tuple[float, str]]:
+    """`--input_dir` as (weight, prefix) pairs: a folder, one prefix, or "w1 p1 w2 p2 ...".
+
+    Raises:
+        GptlmError: if a weight is no number, is negative, or all are zero; or as `find_prefixes`.
+    """
+    if os.path.isdir(input_dir):
+        return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
+    if any(os.path.exists(input_dir + suffix) for suffix in (".idx", ".bin", "_ids.npy", "_idx.npz")):
+        return [(1.0, input_dir)]
+    words = input_dir.split()
+    if len(words) < 2:
+        return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
+    if len(words) % 2:
+        raise GptlmError(f"--input_dir {input_dir!r} has {len(words)} words; expected pairs 'weight1 prefix1 ...'")
+    parts = []
+    for weight, prefix in zip(words[::2], words[1::2], strict=True):
+        try:
+            parts.append((float(weight), prefix))
+        except ValueError:
+            raise GptlmError(
+                f"--input_dir: {weight!r} is no weight; expected 'weight1 prefix1 weight2 prefix2 ...'"
+            ) from None
+    if any(weight < 0 for weight, _ in parts) or sum(weight for weight, _ in parts) <= 0:
+        raise GptlmError(f"--input_dir {input_dir!r}: weights must not be negative, and one must be above 0")
+    return parts

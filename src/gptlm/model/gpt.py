@@ -1,0 +1,256 @@
+"""The network: GPT-2's modules with `nn.Linear` inside, GPT-2's checkpoint outside.
+
+Names and shapes are those of HuggingFace's GPT-2 (`transformer.h.0.attn.c_attn`, ...), except that the four
+matrices of a block are `nn.Linear` (weight (out, in)) where GPT-2 on disk has Conv1D (weight (in, out)). They are
+transposed on load and on save, nothing else, so stock `AutoModelForCausalLM.from_pretrained` reads what we write.
+
+Shapes: B batch, T tokens, D width, H heads, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, GPT2Config, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from gptlm.model.loss import linear_cross_entropy
+
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def _residual_projection(inputs: int, outputs: int) -> nn.Linear:
+    """The last Linear of a residual branch, initialised smaller (see `_init_weights`)."""
+    linear = nn.Linear(inputs, outputs)
+    linear.is_residual_projection = True  # type: ignore[assignment]
+    return linear
+
+
+class Attention(nn.Module):
+    """Causal self-attention. `c_attn`'s output is [q | k | v], each H x (D / H) wide."""
+
+    def __init__(self, config: GPT2Config, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.n_embd // config.n_head
+        self.dropout = config.attn_pdrop
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = _residual_projection(config.n_embd, config.n_embd)
+        # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
+        self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
+
+    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """(B, T, D) -> (B, T, D). `mask` None means plain causal attention over T tokens."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and q.shape[2] > 1,
+        )
+        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """Feed-forward layer with GPT-2's tanh-approximated GELU."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, inner)
+        self.c_proj = _residual_projection(inner, config.n_embd)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: GPT2Config, layer: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPTPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know to create, load and save the network."""
+
+    config_class = GPT2Config
+    config: GPT2Config
+    base_model_prefix = "transformer"
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+    _keys_to_ignore_on_load_unexpected = [r"attn\.bias$", r"attn\.masked_bias$"]  # buffers of old files
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, initializer_range), residual projections / sqrt(2 x layers) (GPT-2 paper, section 2.3)."""
+        std = self.config.initializer_range
+        if getattr(module, "is_residual_projection", False):
+            std /= math.sqrt(2 * self.config.n_layer)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.zeros_(module.bias)
+        if isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+
+class GPTModel(GPTPreTrainedModel):
+    """Embeddings, blocks and the final layer norm: token ids (B, T) -> hidden states (B, T, D)."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.recompute = False  # True: keep only each block's input, compute the block again in backward
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:  # type: ignore[override]
+        self.wte = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Cache | None = None,
+        use_cache: bool = False,
+    ) -> BaseModelOutputWithPast:
+        """Args: `attention_mask` (B, past + T) is 1 on tokens and 0 on padding; `position_ids` (B, T)."""
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
+        mask = self._mask(x, attention_mask, position_ids, cache)
+        x = self.drop(x + self.wpe(position_ids))
+        for block in self.h:
+            if self.recompute and self.training:
+                x = checkpoint(block, x, mask, None, use_reentrant=False)
+            else:
+                x = block(x, mask, cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=cache if use_cache else None)
+
+    def _mask(self, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> Tensor | None:
+        """None where plain causal attention is meant, so that the fast kernels run; else a (B, 1, T, past + T) mask."""
+        if attention_mask is None and cache is None:
+            return None
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            cache=cache,
+            position_ids=position_ids,
+        )
+
+
+class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
+    """GPT with its language-model head, tied to the token embedding unless the config says otherwise."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+    accepts_loss_kwargs = True  # the Trainer hands in num_items_in_batch
+
+    def __init__(self, config: GPT2Config):
+        super().__init__(config)
+        self.transformer = GPTModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:  # type: ignore[override]
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int | None = None,
+        cache: Cache | None = None,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Loss for training, logits for everything else.
+
+        Args:
+            labels: (B, T) token ids; alone they are shifted here (HuggingFace's convention), -100 is ignored.
+            shift_labels: (B, T) the target of each position, used as they are; they win over `labels`.
+            num_items_in_batch: divisor of the summed loss; None means the number of targets in this batch.
+            logits_to_keep: logits of the last n positions (0 = all). Unset, there are none when a loss is asked for.
+
+        Returns:
+            loss: float32 scalar or None; logits: (B, n, V) or None.
+        """
+        out = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            use_cache=use_cache,
+        )
+        hidden = out.last_hidden_state
+        loss = None
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels is not None:
+            loss = self._loss(hidden, shift_labels, num_items_in_batch)
+        logits = None
+        if loss is None or logits_to_keep is not None:
+            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=out.cache)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
+        total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return total / ((targets != -100).sum() if num_items is None else num_items)
+
+    def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
+        """As transformers' own, and the config names the stock class, which is what lies on disk."""
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.config.architectures = ["GPT2LMHeadModel"]
+            self.config.save_pretrained(save_directory)
+
+
+register_checkpoint_conversion_mapping(
+    "GPTLMHeadModel",
+    [WeightConverter(name, name, operations=[Transpose(0, 1)]) for name in TRANSPOSED],
+    overwrite=True,
+)

@@ -1,0 +1,123 @@
+"""Tokenizers: loading one by folder, hub id or GPT-2 vocabulary files, training one, recognising one again."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+
+from gptlm.errors import GptlmError
+
+EOS = "<|endoftext|>"
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt) or behind a hub id.
+
+    Raises:
+        GptlmError: if it cannot be loaded, or has no fast (`tokenizers`) form.
+    """
+    folder = Path(source)
+    if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
+        return load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise GptlmError(f"cannot load a tokenizer from {source}: {reason}") from error
+    return _fast(tokenizer, source)
+
+
+def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase:
+    """The byte-level BPE of GPT-2's two files, `vocab.json` and `merges.txt`.
+
+    Raises:
+        GptlmError: if a file is missing, the two are swapped or damaged, or there is no `<|endoftext|>`.
+    """
+    vocabulary = _read_vocabulary(Path(vocab_file))
+    merges = _read_merges(Path(merge_file), vocabulary)
+    if EOS not in vocabulary:
+        raise GptlmError(f"{vocab_file} has no {EOS} entry, which GPT-2's vocabulary ends documents with")
+    return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    try:
+        vocabulary = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise GptlmError(f"cannot read the vocabulary {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise GptlmError(
+            f"the vocabulary {path} is not valid JSON ({error}); expected GPT-2's vocab.json, "
+            "are vocabulary and merges file swapped?"
+        ) from error
+    if not isinstance(vocabulary, dict) or not all(isinstance(i, int) for i in vocabulary.values()):
+        raise GptlmError(f"the vocabulary {path} is not a JSON object of token -> id")
+    return vocabulary
+
+
+def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """One merge per line, `left right`; a `#version` header, CRLF and trailing empty lines are accepted."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise GptlmError(f"cannot read the merges {path}: {error.strerror}") from error
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or "".join(parts) not in vocabulary:
+            raise GptlmError(
+                f"{path}, line {number}: {line[:60]!r} is no merge of two known tokens; "
+                "the file is damaged or belongs to another vocabulary"
+            )
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE like GPT-2's. `<|endoftext|>` gets id 0 and is bos, eos, unk and pad.
+
+    Args:
+        documents: the texts; read once.
+        vocab_size: entries wanted; fewer come out when the texts offer fewer merges. At least 257.
+
+    Raises:
+        GptlmError: if `vocab_size` cannot hold the 256 bytes and `<|endoftext|>`.
+    """
+    if vocab_size < 257:
+        raise GptlmError(f"vocab_size {vocab_size} is below 257: 256 bytes and {EOS} must fit")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=True,
+    )
+    tokenizer.train_from_iterator(documents, trainer=trainer)
+    return GPT2Tokenizer(tokenizer_object=tokenizer, unk_token=EOS, bos_token=EOS, eos_token=EOS)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits that differ when ids may differ: a hash of vocabulary, merges and added tokens."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = {key: content["model"].get(key) for key in ("type", "vocab", "merges")}
+    added = [[token["id"], token["content"]] for token in content["added_tokens"]]
+    text = json.dumps([model, added], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fast(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise GptlmError(
+            f"the tokenizer in {source} has no fast form ({type(tokenizer).__name__}); "
+            "gptlm needs a tokenizer.json or GPT-2's vocab.json and merges.txt"
+        )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Leaves: how many processes share the work, and how. It never imports the network."""

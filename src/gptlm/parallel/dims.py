@@ -1,0 +1,43 @@
+"""Degrees of parallelism as integers. No torch here."""
+
+from dataclasses import dataclass
+
+from gptlm.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How `world` processes are divided.
+
+    Attributes:
+        world: all processes.
+        tensor: processes that split each layer.
+        pipeline: processes that split the stack of layers.
+    """
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def data(self) -> int:
+        """Model replicas, ranks that share sharded state included."""
+        return self.world // (self.tensor * self.pipeline)
+
+    @classmethod
+    def of(cls, world: int, tensor: int, pipeline: int) -> "ParallelDims":
+        """Degrees below 1 mean 1, as in PaddleNLP.
+
+        Raises:
+            UsageError: if tensor x pipeline does not divide the number of processes.
+        """
+        tensor, pipeline = max(tensor, 1), max(pipeline, 1)
+        model = tensor * pipeline
+        if world % model:
+            fitting = -(-world // model) * model
+            raise UsageError(
+                f"tensor_parallel_degree ({tensor}) x pipeline_parallel_degree ({pipeline}) = {model} does not divide "
+                f"the number of processes ({world}); launch {fitting}: torchrun --nproc_per_node {fitting} "
+                "scripts/run_pretrain.py ..., or lower the degrees"
+            )
+        return cls(world, tensor, pipeline)

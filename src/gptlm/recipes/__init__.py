@@ -1,0 +1,1 @@
+"""Whole runs. Each file reads top to bottom."""

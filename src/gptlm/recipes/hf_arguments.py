@@ -1,0 +1,124 @@
+"""The run in the words of transformers.TrainingArguments, and the trackers its events go to."""
+
+import logging
+import time
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
+
+from gptlm.config.run import PretrainRun
+from gptlm.errors import GptlmError
+from gptlm.recipes.machine import Machine
+
+logger = logging.getLogger(__name__)
+
+
+def hf_arguments(run: PretrainRun, machine: Machine) -> TrainingArguments:
+    """Starts the process group when a launcher started several processes."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    training = run.training
+    arguments = TrainingArguments(
+        output_dir=training.output_dir,
+        per_device_train_batch_size=training.per_device_train_batch_size,
+        per_device_eval_batch_size=training.per_device_eval_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_epsilon=training.adam_epsilon,
+        max_grad_norm=training.max_grad_norm,
+        optim="adamw_torch" if training.optim == "adamw_torch" else "adamw_torch_fused",
+        seed=training.seed,
+        use_cpu=machine.device == "cpu",
+        fp16=machine.precision == "fp16",
+        bf16=machine.precision == "bf16",
+        eval_strategy=training.evaluation_strategy or "no",
+        eval_steps=training.eval_steps,
+        eval_on_start=training.eval_on_start and training.do_eval,
+        save_strategy=training.save_strategy,
+        save_steps=training.save_steps,
+        save_only_model=training.ignore_save_lr_and_optim,
+        load_best_model_at_end=training.load_best_model_at_end,
+        metric_for_best_model=training.metric_for_best_model,
+        greater_is_better=False if training.metric_for_best_model else None,
+        logging_steps=training.logging_steps,
+        logging_first_step=training.logging_first_step,
+        logging_nan_inf_filter=False,  # it hides NaN and waits for the device at every micro-batch
+        run_name=training.run_name,
+        report_to=[],
+        disable_tqdm=training.disable_tqdm,
+        dataloader_num_workers=training.dataloader_num_workers,
+        ignore_data_skip=True,  # the sampler starts at the consumed sample
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        log_level="error",
+    )
+    arguments.device  # noqa: B018 - starts the process group and counts the GPUs
+    arguments._n_gpu = min(arguments._n_gpu, 1)  # more would mean nn.DataParallel, which is slow and changes batches
+    return arguments
+
+
+class VisualDLCallback(TrainerCallback):
+    """Scalars of every log line into VisualDL's event files."""
+
+    def __init__(self, writer: Any):
+        self.writer = writer
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            for name, value in rewrite_logs(logs or {}).items():
+                if isinstance(value, (int, float)):
+                    self.writer.add_scalar(tag=name, value=value, step=state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.writer.close()
+
+
+def tracker_callbacks(run: PretrainRun, output_dir: Path) -> list[TrainerCallback]:
+    """One callback per tracker in `--report_to`; a tracker that is not installed is replaced or left out, and said."""
+    wanted = set(run.training.report_to)
+    if "none" in wanted:
+        return []
+    if "all" in wanted:
+        wanted |= {"tensorboard", "visualdl"}
+    stamp = time.strftime("%b%d_%H-%M-%S")
+    folder = run.training.logging_dir or str(output_dir / "runs" / f"{stamp}_{gethostname()}")
+    callbacks: list[TrainerCallback] = []
+    if "visualdl" in wanted and run.sources["report_to"] != "default":
+        visualdl = _visualdl_writer(folder)
+        if visualdl is None:
+            logger.info("visualdl is not installed: events go to TensorBoard files in %s", folder)
+            wanted.add("tensorboard")
+        else:
+            callbacks.append(VisualDLCallback(visualdl))
+    elif "visualdl" in wanted:
+        wanted.add("tensorboard")
+    if "tensorboard" in wanted:
+        callbacks.append(_tensorboard(folder))
+    if "wandb" in wanted:
+        try:
+            callbacks.append(WandbCallback())
+        except RuntimeError as error:
+            raise GptlmError("--report_to wandb: wandb is not installed; pip install wandb") from error
+    return callbacks
+
+
+def _visualdl_writer(folder: str) -> Any:
+    try:
+        from visualdl import LogWriter
+    except Exception:  # visualdl 2.5.3 fails in its own imports in several ways
+        return None
+    return LogWriter(logdir=folder)
+
+
+def _tensorboard(folder: str) -> TrainerCallback:
+    callback = TensorBoardCallback()
+    callback.logging_dir = folder
+    return callback

@@ -1,0 +1,76 @@
+"""The machine a run meets: its device, its precision, its processes."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gptlm.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run uses: "cuda" or "cpu", and "fp16", "bf16" or "fp32" arithmetic."""
+
+    device: str
+    precision: str
+
+
+def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machine:
+    """The device and precision that can be had; falling back is said loudly.
+
+    Raises:
+        UsageError: for what this version cannot do on a GPU.
+    """
+    wanted = "cpu" if device.lower().startswith("cpu") else "cuda"
+    found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
+    if found != wanted:
+        logger.warning("--device %s: no GPU is visible here, the run goes on the CPU, which is slow", device)
+    half = ("fp16" if fp16 else "bf16" if bf16 else "fp32") if level != "O0" else "fp32"
+    if half == "fp32":
+        return Machine(found, "fp32")
+    if found == "cpu":
+        logger.warning("--%s: half precision is not used on a CPU, the run is float32", half)
+        return Machine("cpu", "fp32")
+    if level == "O2":
+        raise UsageError(
+            "fp16_opt_level O2 (half-precision weights) is not built yet on a GPU; use --fp16_opt_level O1 (autocast)"
+        )
+    if half == "bf16" and not torch.cuda.is_bf16_supported():
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; use --fp16")
+    return Machine(found, half)
+
+
+def use_device(device: str, machine: Machine) -> None:
+    """Let `gpu:N` of a single process mean card N, and quieten what looks for accelerators when there is none."""
+    _, _, index = device.partition(":")
+    if machine.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return
+    cards = torch.cuda.device_count()
+    if index and int(index) >= cards:
+        raise UsageError(f"--device {device}: there are {cards} GPUs, numbered from 0")
+    if index:
+        torch.cuda.set_device(int(index))
+    if cards > 1 and "LOCAL_RANK" not in os.environ:
+        logger.warning(
+            "%d GPUs are visible, this process uses one; for all of them: torchrun --nproc_per_node %d ...",
+            cards,
+            cards,
+        )
+
+
+@contextmanager
+def process_group_closed() -> Iterator[None]:
+    """Leave no process group behind: gloo aborts at exit otherwise."""
+    try:
+        yield
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,246 @@
+"""Pretraining, from a checked run to a saved model: data -> model -> trainer -> train -> save -> metrics."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import TrainingArguments as HFTrainingArguments
+
+from gptlm.config.run import PretrainRun, with_epochs_counted
+from gptlm.data.collate import collate_blocks
+from gptlm.data.splits import open_corpora
+from gptlm.errors import GptlmError, UsageError
+from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
+from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
+from gptlm.recipes.pretrain_data import (
+    TEST_FACTOR,
+    Datasets,
+    build_datasets,
+    order_facts,
+    sample_counts,
+    say_data,
+    steps_per_epoch,
+    window,
+)
+from gptlm.recipes.pretrain_model import find_tokenizer, make_model, say_start
+from gptlm.training import checkpoint
+from gptlm.training.logging import start_logging, table
+from gptlm.training.results import write_results
+from gptlm.training.schedule import Schedule
+from gptlm.training.trainer import PretrainTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(run: PretrainRun) -> dict[str, float]:
+    """Run it; returns the metrics that are also in `output_dir/all_results.json`.
+
+    Raises:
+        GptlmError: for anything the user can mend, before the model is built wherever that is possible.
+    """
+    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
+    if run.refusals:
+        raise UsageError("\n".join(run.refusals))
+    say_start(run)
+    training = run.training
+    machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
+    use_device(training.device, machine)
+    corpora = open_corpora(run.data.input_dir or "", run.data.split)
+    run = with_epochs_counted(run, steps_per_epoch(run, corpora))
+    start = _starting_point(run)
+    with process_group_closed():
+        arguments = hf_arguments(run, machine)
+        say_data(corpora)
+        datasets = build_datasets(run, corpora, arguments)
+        tokenizer = find_tokenizer(run, corpora)
+        _say_run(run)
+        trainer = _trainer(run, arguments, datasets, tokenizer, start)
+        metrics = _train(run, trainer, start) if training.do_train else {}
+        if training.do_eval and not training.do_train:
+            metrics |= _evaluate(trainer, "eval")
+        if training.do_eval or training.do_predict:
+            metrics |= _test(run, trainer, datasets)
+        _finish(run, trainer, metrics)
+    return metrics
+
+
+def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from; None starts at step 0.
+
+    Raises:
+        GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
+    """
+    training = run.training
+    output_dir = Path(training.output_dir or "")
+    if not training.do_train or training.overwrite_output_dir:
+        return None
+    asked = training.resume_from_checkpoint
+    found: checkpoint.Checkpoint | None
+    if asked and asked.lower() not in ("true", "1", "yes"):
+        found = checkpoint.read(Path(asked))
+    else:
+        found, passed_over = checkpoint.newest(output_dir)
+        for reason in passed_over:
+            logger.warning("%s; an older one is tried", reason)
+    if found is None:
+        if (output_dir / "model.safetensors").exists():
+            raise GptlmError(
+                f"{output_dir} holds a model but no checkpoint to go on from; give another --output_dir, or "
+                "--overwrite_output_dir to replace it"
+            )
+        if asked:
+            logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
+    elif not (found.path / "optimizer.pt").is_file():
+        raise GptlmError(
+            f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
+            f"--model_name_or_path {found.path} --continue_training and another --output_dir"
+        )
+    return found
+
+
+def _trainer(
+    run: PretrainRun,
+    arguments: HFTrainingArguments,
+    datasets: Datasets,
+    tokenizer: PreTrainedTokenizerBase | None,
+    start: checkpoint.Checkpoint | None,
+) -> PretrainTrainer:
+    training = run.training
+    facts = order_facts(run, datasets["train"])
+    if start is not None:
+        _warn_if_changed(start, facts)
+    set_seed(training.seed)
+    return PretrainTrainer(
+        model=make_model(run, tokenizer),
+        args=arguments,
+        train_dataset=datasets["train"],
+        eval_dataset=window(run, datasets["valid"], run.eval_batches),
+        data_collator=collate_blocks,
+        processing_class=tokenizer,
+        callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
+        schedule=_schedule(run),
+        seq_length=run.data.max_seq_length,
+        consumed_samples=start.facts["consumed_samples"] if start else 0,
+        consumed_steps=start.facts["global_step"] if start else 0,
+        facts=facts,
+        loss_scale=training.scale_loss,
+        process_memory=not training.skip_memory_metrics,
+    )
+
+
+def _schedule(run: PretrainRun) -> Schedule:
+    training = run.training
+    return Schedule(
+        kind=training.lr_scheduler_type,
+        maximum=training.learning_rate,
+        minimum=training.min_learning_rate,
+        warmup=training.warmup_steps,
+        decay=training.decay_steps or training.max_steps,
+        end=training.lr_end,
+        power=training.power,
+    )
+
+
+def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> dict[str, float]:
+    """Train, save the final model, write results. A run that had reached its last step is only saved again."""
+    _clear_output(run, trainer)
+    if start is not None and start.facts["global_step"] >= run.training.max_steps:
+        done, wanted = start.facts["global_step"], run.training.max_steps
+        logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
+        trainer.restore(start.path)
+        trainer.save_model()
+        return _evaluate(trainer, "eval") if run.training.do_eval else {}
+    if start is not None:
+        step, samples = start.facts["global_step"], start.facts["consumed_samples"]
+        logger.info(
+            "resuming from %s: step %d, %d samples consumed, none of them is read again", start.path, step, samples
+        )
+    result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+    trainer.save_model()
+    kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+    metrics = {key: result.metrics[key] for key in kept}
+    metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
+    _report(trainer, "train", metrics)
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not evaluations:
+        return metrics
+    last = {key: value for key, value in evaluations[-1].items() if key.startswith("eval_")}
+    _report(trainer, "eval", last)
+    return metrics | last
+
+
+def _clear_output(run: PretrainRun, trainer: PretrainTrainer) -> None:
+    """Remove what an interrupted save left, and with overwrite_output_dir the old checkpoints."""
+    if not trainer.args.should_save:
+        return
+    output_dir = Path(run.training.output_dir or "")
+    checkpoint.remove_leftovers(output_dir)
+    for old in checkpoint.folders(output_dir) if run.training.overwrite_output_dir else ():
+        logger.info("%s removed (overwrite_output_dir)", old)
+        shutil.rmtree(old)
+
+
+def _evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
+    metrics = trainer.evaluate(dataset, metric_key_prefix=name)
+    metrics.pop(f"{name}_model_preparation_time", None)
+    _report(trainer, name, metrics)
+    return metrics
+
+
+def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
+    """The final evaluation on the test split, where there is one."""
+    dataset = window(run, datasets["test"], run.eval_batches * TEST_FACTOR)
+    if dataset is None:
+        logger.info("the test split is empty (--split %s): no test evaluation", run.data.split)
+        return {}
+    return _evaluate(trainer, "test", dataset)
+
+
+def _report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> None:
+    for line in table(name, metrics):
+        logger.info("%s", line)
+    if trainer.args.should_save:
+        write_results(Path(trainer.args.output_dir or ""), name, metrics)
+
+
+def _warn_if_changed(start: checkpoint.Checkpoint, facts: dict) -> None:
+    for name, value in facts.items():
+        before = start.facts.get(name)
+        if before != value:
+            logger.warning(
+                "%s was %r when %s was written and is %r now: the samples to come are in another order",
+                name,
+                before,
+                start.path.name,
+                value,
+            )
+
+
+def _say_run(run: PretrainRun) -> None:
+    training, batch = run.training, run.batch
+    for note in run.notes:
+        logger.info("%s", note)
+    if not training.do_train:
+        return
+    length = run.data.max_seq_length
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{sample_counts(run)['train']:,}")
+    logger.info("  Instantaneous batch size per device = %d", batch.micro)
+    logger.info("  Gradient Accumulation steps = %d", batch.accumulation)
+    logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %d", batch.total)
+    logger.info("  Tokens per step = %s (%s x %d)", f"{batch.total * length:,}", batch, length)
+    logger.info("  Total optimization steps = %s", f"{training.max_steps:,}")
+
+
+def _finish(run: PretrainRun, trainer: PretrainTrainer, metrics: dict[str, float]) -> None:
+    if not run.training.do_train:
+        return
+    if trainer.args.should_save:
+        trainer.state.save_to_json(str(Path(trainer.args.output_dir or "") / "trainer_state.json"))
+    if "train_steps_per_second" in metrics:
+        tokens = run.batch.total * run.data.max_seq_length
+        logger.info("Effective Tokens per second: %.2f", metrics["train_steps_per_second"] * tokens)
+    logger.info("model, tokenizer, results and logs are in %s", run.training.output_dir)

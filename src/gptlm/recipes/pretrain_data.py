@@ -1,0 +1,122 @@
+"""The data of a pretraining run: how many samples, checked datasets, what fixes their order."""
+
+import logging
+from typing import Any
+
+from torch.utils.data import Subset
+from transformers import TrainingArguments as HFTrainingArguments
+
+from gptlm.config.run import PretrainRun
+from gptlm.data.cache import IndexCache
+from gptlm.data.splits import (
+    SPLITS,
+    Corpus,
+    PretrainingDataset,
+    build_split,
+    check_ids,
+    default_cache_folders,
+)
+from gptlm.errors import GptlmError
+
+logger = logging.getLogger(__name__)
+
+TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
+
+Datasets = dict[str, PretrainingDataset | None]
+
+
+def steps_per_epoch(run: PretrainRun, corpora: list[Corpus]) -> int:
+    """Optimizer steps in one pass over the training split, at least 1."""
+    tokens = sum(corpus.token_count("train") for corpus in corpora if corpus.weight > 0)
+    return max(1, (tokens - 1) // run.data.max_seq_length // run.batch.total)
+
+
+def sample_counts(run: PretrainRun) -> dict[str, int]:
+    """Samples asked of each split (PaddleNLP's numbers): they fix the number of epochs, and so the order."""
+    training = run.training
+    evaluation = training.per_device_eval_batch_size * run.dims.data * run.data.eval_iters
+    interval = training.eval_steps if training.evaluation_strategy == "steps" else None
+    evaluations = training.max_steps // interval + 1 if interval else 1
+    return {
+        "train": run.batch.total * training.max_steps,
+        "valid": evaluation * evaluations,
+        "test": evaluation * TEST_FACTOR,
+    }
+
+
+def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainingArguments) -> Datasets:
+    """Checked datasets; one process per node builds the index (one in all with share_folder), the others wait.
+
+    Raises:
+        GptlmError: if ids do not fit the model, a split is too short, or one that is needed is empty.
+    """
+    output_dir = run.training.output_dir or ""
+    cache = IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
+    samples = sample_counts(run)
+    needed = [split for split in SPLITS if _required(run, split) or (split == "test" and run.training.do_eval)]
+    _refuse_empty(run, corpora)
+    with arguments.main_process_first(local=not run.data.share_folder, desc="the sample index"):
+        check_ids(corpora, run.shape.vocab_size, cache)
+        datasets = {
+            split: build_split(
+                corpora,
+                split,
+                num_samples=samples[split],
+                seq_length=run.data.max_seq_length,
+                seed=run.training.seed,
+                cache=cache,
+            )
+            for split in needed
+        }
+    return {split: datasets.get(split) for split in SPLITS}
+
+
+def window(run: PretrainRun, dataset: PretrainingDataset | None, batches: int) -> Subset | None:
+    """The first `batches` batches of every process: each evaluation reads the same ones."""
+    if dataset is None:
+        return None
+    size = run.training.per_device_eval_batch_size * run.dims.data
+    return Subset(dataset, range(min(batches, len(dataset) // size) * size))  # type: ignore[arg-type]
+
+
+def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[str, Any]:
+    """What fixes the sample order; a resumed run with other facts would read other samples."""
+    if dataset is None:
+        return {}
+    parts = getattr(dataset, "datasets", [dataset])
+    return {
+        "data_order": run.data.data_order,
+        "input_dir": run.data.input_dir,
+        "max_seq_length": run.data.max_seq_length,
+        "seed": run.training.seed,
+        "split": run.data.split,
+        "epochs": [part.order.epochs for part in parts],
+        "separate_last_epoch": [part.order.separate_last_epoch for part in parts],
+    }
+
+
+def say_data(corpora: list[Corpus]) -> None:
+    """One line per corpus: sequences and tokens of each split."""
+    for corpus in corpora:
+        counts = ", ".join(
+            f"{split} {last - first} sequences {corpus.token_count(split):,} tokens"
+            for split in SPLITS
+            for first, last in [corpus.sequences(split)]
+        )
+        logger.info("data %s (weight %.3g): %s", corpus.tokens.prefix, corpus.weight, counts)
+
+
+def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
+    for split in SPLITS:
+        empty = all(corpus.weight == 0 or corpus.token_count(split) == 0 for corpus in corpora)
+        if _required(run, split) and empty:
+            counts = ", ".join(str(len(corpus.tokens)) for corpus in corpora)
+            raise GptlmError(
+                f"the {split} split is empty: --split {run.data.split} leaves none of the {counts} sequences for it; "
+                "give it a larger share, add documents, or leave that evaluation out"
+            )
+
+
+def _required(run: PretrainRun, split: str) -> bool:
+    training = run.training
+    return bool({"train": training.do_train, "valid": training.do_eval, "test": training.do_predict}[split])

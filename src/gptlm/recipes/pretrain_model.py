@@ -1,0 +1,114 @@
+"""The model of a pretraining run, and the tokenizer saved beside it."""
+
+import logging
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.config.run import PretrainRun
+from gptlm.data.splits import Corpus
+from gptlm.errors import GptlmError
+from gptlm.model.build import load_model, new_model, no_download_message
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.presets import PRESETS
+from gptlm.model.tokenizer import fingerprint, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def say_start(run: PretrainRun) -> None:
+    """The first log line of a run: where its weights come from."""
+    if run.model.continue_training:
+        logger.info("weights from %s", run.source.weights)
+        return
+    logger.info("random initialisation")
+    if run.source.kind == "folder" and run.source.weights:
+        logger.warning(
+            "%s holds weights, and they are NOT used: training starts from RANDOM weights "
+            "(--continue_training starts from them)",
+            run.source.weights,
+        )
+
+
+def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that was named, else the model's, else the one the data was made with, else None, which is said.
+
+    Raises:
+        GptlmError: if a folder that was named holds none, or the tokenizer has more entries than the model.
+    """
+    named = run.model.tokenizer_name_or_path
+    tokenizer = None
+    for candidate in [named] if named else _candidates(run, corpora):
+        try:
+            tokenizer = load_tokenizer(_hub_id(candidate))
+            break
+        except GptlmError as error:
+            if named and Path(named).is_dir():
+                raise
+            logger.warning("%s", error)
+    if tokenizer is None:
+        logger.warning("no tokenizer: the model is saved without one (--tokenizer_name_or_path DIR adds it)")
+        return None
+    _check(run, tokenizer, corpora)
+    return tokenizer
+
+
+def make_model(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None) -> GPTLMHeadModel:
+    """The network with loaded or random weights.
+
+    Raises:
+        GptlmError: if weights cannot be loaded.
+    """
+    hidden, attention = run.model.hidden_dropout_prob, run.model.attention_probs_dropout_prob
+    if run.model.continue_training:
+        model = _loaded(run, hidden, attention)
+    else:
+        model = new_model(
+            run.shape,
+            hidden_dropout=0.1 if hidden is None else hidden,
+            attention_dropout=0.1 if attention is None else attention,
+            eos_token_id=tokenizer.eos_token_id if tokenizer else None,
+        )
+    model.transformer.recompute = run.training.recompute
+    return model
+
+
+def _loaded(run: PretrainRun, hidden: float | None, attention: float | None) -> GPTLMHeadModel:
+    weights = run.source.weights or ""
+    try:
+        return load_model(weights, vocab_size=run.shape.vocab_size, hidden_dropout=hidden, attention_dropout=attention)
+    except GptlmError as error:
+        if run.source.kind != "preset":
+            raise
+        raise GptlmError(no_download_message(run.model.model_name_or_path or "", weights)) from error
+
+
+def _candidates(run: PretrainRun, corpora: list[Corpus]) -> list[str]:
+    """Where a tokenizer may be when none was named, best first."""
+    recorded = [corpora[0].metadata["tokenizer"]] if corpora[0].metadata.get("tokenizer") else []
+    if run.source.kind in ("flags", "config"):
+        return recorded
+    return [run.model.model_name_or_path or "", *recorded]
+
+
+def _hub_id(name: str) -> str:
+    """A built-in name as its hub id; every English name has GPT-2's tokenizer."""
+    if Path(name).is_dir() or name.removesuffix(".json") not in PRESETS:
+        return name
+    return PRESETS[name.removesuffix(".json")].hub_id or "openai-community/gpt2"
+
+
+def _check(run: PretrainRun, tokenizer: PreTrainedTokenizerBase, corpora: list[Corpus]) -> None:
+    if len(tokenizer) > run.shape.vocab_size:
+        raise GptlmError(
+            f"the tokenizer has {len(tokenizer)} entries, the model's vocabulary {run.shape.vocab_size}; "
+            f"use --vocab_size {len(tokenizer)} or the model's own tokenizer"
+        )
+    for corpus in corpora:
+        recorded = corpus.metadata.get("tokenizer_fingerprint")
+        if recorded and recorded != fingerprint(tokenizer):
+            logger.warning(
+                "%s was made with another tokenizer (%s): its ids mean other texts than the one saved with the model",
+                corpus.tokens.prefix,
+                corpus.metadata.get("tokenizer"),
+            )

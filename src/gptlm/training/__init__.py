@@ -1,0 +1,1 @@
+"""The training step around HuggingFace's Trainer: schedules, log lines, checkpoints."""

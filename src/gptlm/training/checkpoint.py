@@ -1,0 +1,127 @@
+"""Checkpoint folders that are whole or not there.
+
+A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest of every file and its size, and is renamed to
+`checkpoint-N`. One whose manifest does not agree with its files is passed over by name.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptlm.errors import GptlmError
+
+MANIFEST = "manifest.json"
+PATTERN = re.compile(r"^checkpoint-(\d+)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder and the facts its run noted (`consumed_samples`, `global_step`, ...)."""
+
+    path: Path
+    facts: dict[str, Any]
+
+
+def staging_folder(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it counts."""
+    return output_dir / f".checkpoint-{step}.incomplete"
+
+
+def commit(staging: Path, facts: Mapping[str, Any]) -> Path:
+    """Give the finished folder `staging` its manifest and its final name, replacing an older folder of that name."""
+    files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
+    manifest = staging / MANIFEST
+    manifest.write_text(json.dumps({**facts, "files": files}, indent=1) + "\n", encoding="utf-8")
+    for file in [*staging.rglob("*")]:
+        if file.is_file():
+            _flush(file)
+    final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staging, final)
+    _flush(final.parent)
+    return final
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in `path`.
+
+    Raises:
+        GptlmError: saying why it is not complete.
+    """
+    if not path.is_dir():
+        raise GptlmError(f"the checkpoint {path} does not exist; --resume_from_checkpoint takes a checkpoint-N folder")
+    try:
+        facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = facts.pop("files")
+    except FileNotFoundError:
+        raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        raise GptlmError(f"the checkpoint {path} has a damaged {MANIFEST}: {error}") from error
+    for name, size in files.items():
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise GptlmError(
+                f"the checkpoint {path} is damaged: {name} is {'missing' if found is None else f'{found} bytes long'}, "
+                f"expected {size} bytes"
+            )
+    return Checkpoint(path, facts)
+
+
+def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The complete checkpoint of the highest step in `output_dir`, and why newer ones were passed over."""
+    passed_over: list[str] = []
+    for path in reversed(folders(output_dir)):
+        try:
+            return read(path), passed_over
+        except GptlmError as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def folders(output_dir: Path) -> list[Path]:
+    """All `checkpoint-N` folders, lowest step first."""
+    if not output_dir.is_dir():
+        return []
+    found = [path for path in output_dir.iterdir() if path.is_dir() and PATTERN.match(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """N of `checkpoint-N`."""
+    match = PATTERN.match(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def rotate(output_dir: Path, limit: int | None, best: Path | None) -> list[Path]:
+    """Remove the oldest checkpoints beyond `limit`; the newest and `best` stay. Returns what was removed."""
+    everything = folders(output_dir)
+    if limit is None or len(everything) <= limit:
+        return []
+    kept = {everything[-1].name} | ({best.name} if best is not None else set())
+    removable = [path for path in everything if path.name not in kept]
+    removed = removable[: len(everything) - max(limit, len(kept))]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove folders of checkpoints whose writing was interrupted."""
+    for path in output_dir.glob(".checkpoint-*.incomplete"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,98 @@
+"""Log lines in PaddleNLP's words, which scripts grep, and where they go."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+
+class ConsoleHandler(logging.Handler):
+    """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout, above a progress bar if there is one."""
+
+    COLOURS = {"DEBUG": "\x1b[35m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        head = f"[{stamp},{int(record.msecs):03d}] [{record.levelname:>8}]"
+        if sys.stdout.isatty():
+            head = f"{self.COLOURS.get(record.levelname, '')}{head}\x1b[0m"
+        tqdm.write(f"{head} - {record.getMessage()}", file=sys.stdout)
+        sys.stdout.flush()
+
+
+def start_logging(*, speaks: bool) -> None:
+    """Send the package's log to stdout. Processes that do not `speak` keep errors only."""
+    logger = logging.getLogger("gptlm")
+    logger.handlers = [ConsoleHandler()]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if speaks else logging.ERROR)
+
+
+def log_line(values: Mapping[str, float]) -> str:
+    """`loss: 5.96143436, learning_rate: 0.0009804, global_step: 1, ...` in the order of `values`."""
+    return ", ".join(f"{key}: {value}" for key, value in values.items())
+
+
+def table(title: str, metrics: Mapping[str, float]) -> list[str]:
+    """The lines of `***** train metrics *****` and below, keys padded as in HuggingFace's table."""
+    shown = {key: f"{value:.4f}" if isinstance(value, float) else str(value) for key, value in sorted(metrics.items())}
+    keys = max(map(len, shown), default=0)
+    values = max(map(len, shown.values()), default=0)
+    return [f"***** {title} metrics *****", *(f"  {k:<{keys}} = {v:>{values}}" for k, v in shown.items())]
+
+
+class Throughput:
+    """Speed between two log lines.
+
+    Args:
+        samples_per_step: global batch in samples.
+        tokens_per_sample: sequence length.
+        world: processes of the job.
+    """
+
+    def __init__(self, *, samples_per_step: int, tokens_per_sample: int, world: int):
+        self.samples_per_step = samples_per_step
+        self.tokens_per_sample = tokens_per_sample
+        self.world = world
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Measure from now on, at `step`."""
+        self._step, self._time = step, time.perf_counter()
+
+    def interval(self, step: int) -> dict[str, float]:
+        """PaddleNLP's `interval_*` fields since the last call or `restart`."""
+        now = time.perf_counter()
+        seconds, steps = max(now - self._time, 1e-9), step - self._step
+        self._step, self._time = step, now
+        samples = self.samples_per_step * steps / seconds
+        return {
+            "interval_runtime": round(seconds, 4),
+            "interval_samples_per_second": round(samples, 4),
+            "interval_tokens_per_second_per_device": round(samples * self.tokens_per_sample / self.world, 4),
+            "interval_steps_per_second": round(steps / seconds, 4),
+        }
+
+
+def train_fields(
+    loss: float,
+    learning_rate: float,
+    step: int,
+    progress: float,
+    *,
+    gpu: Mapping[str, float],
+    speed: Mapping[str, float],
+    process: Mapping[str, float],
+) -> dict[str, float]:
+    """The fields of a training log line in PaddleNLP's order; `learning_rate` is that of the next step."""
+    return {
+        "loss": round(loss, 8),
+        "learning_rate": float(f"{learning_rate:.3e}"),
+        "global_step": step,
+        **gpu,
+        **speed,
+        **process,
+        "progress_or_epoch": round(progress, 4),
+    }

@@ -1,0 +1,263 @@
+"""HuggingFace's Trainer with PaddleNLP's data order, schedules and log lines, and checkpoints that are whole or absent.
+
+Overridden, and why:
+    get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
+    create_scheduler                            our schedules
+    log                                         PaddleNLP's fields
+    _init_training_state                        a resumed run obeys the new command's intervals
+    _save_checkpoint                            written aside, then renamed
+    _load_from_checkpoint, _load_best_model     with the weight layout of model/gpt.py
+"""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from gptlm.errors import GptlmError
+from gptlm.model.build import load_model
+from gptlm.training import checkpoint
+from gptlm.training.logging import Throughput, log_line, train_fields
+from gptlm.training.memory import gpu_fields, process_fields
+from gptlm.training.sampler import ConsecutiveBatches
+from gptlm.training.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressBar(ProgressCallback):
+    """The bar of HuggingFace's Trainer without its printing of log dicts."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
+
+
+class OwnDropoutPerRank(TrainerCallback):
+    """Without this all data-parallel ranks would draw the same dropout masks."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(args.seed + args.process_index)
+
+
+class PretrainTrainer(Trainer):
+    """Trainer for datasets whose order is the training order.
+
+    Args:
+        schedule: learning rate by optimizer update.
+        seq_length: tokens per sample, for the speed in the log.
+        consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
+        facts: noted in each checkpoint's manifest.
+        loss_scale: first value of fp16's dynamic loss scale.
+        process_memory: add the process's memory to the log line.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Schedule,
+        seq_length: int,
+        consumed_samples: int = 0,
+        consumed_steps: int = 0,
+        facts: dict[str, Any] | None = None,
+        loss_scale: float = 32768.0,
+        process_memory: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.schedule = schedule
+        self.start_samples, self.start_step = consumed_samples, consumed_steps
+        self.facts = facts or {}
+        self.process_memory = process_memory
+        self.throughput = Throughput(
+            samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
+        )
+        if self.accelerator.scaler is not None:  # PaddlePaddle's: x2 after 2000 good steps, x0.5 after a bad one
+            self.accelerator.scaler = torch.amp.GradScaler(self.args.device.type, init_scale=loss_scale)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        if not self.args.disable_tqdm:
+            self.add_callback(ProgressBar())
+        self.add_callback(OwnDropoutPerRank())
+        self.add_callback(_Bookkeeping(self))
+
+    @property
+    def samples_per_step(self) -> int:
+        """The global batch."""
+        args = self.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    @property
+    def consumed_samples(self) -> int:
+        """Training samples used so far, earlier starts of the run included."""
+        return self.start_samples + (self.state.global_step - self.start_step) * self.samples_per_step
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.args.output_dir or "")
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        accumulation = self.args.gradient_accumulation_steps
+        return self._loader(
+            self.train_dataset,
+            ConsecutiveBatches(
+                start=self.start_samples,
+                batch_size=self.args.per_device_train_batch_size,
+                batches=self.args.max_steps * accumulation,
+                done=self.start_step * accumulation,
+                replica=self.args.process_index,
+                replicas=self.args.world_size,
+            ),
+        )
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        size = self.args.per_device_eval_batch_size
+        sampler = ConsecutiveBatches(
+            start=0,
+            batch_size=size,
+            batches=len(dataset) // (size * self.args.world_size),
+            replica=self.args.process_index,
+            replicas=self.args.world_size,
+        )
+        return self._loader(dataset, sampler)
+
+    def _loader(self, dataset, sampler: ConsecutiveBatches) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.device.type == "cuda",
+            # its own generator: else the loader draws from the global one and shifts dropout after a resume
+            generator=torch.Generator().manual_seed(self.args.seed),
+        )
+
+    # Schedule and state -----------------------------------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        if self.lr_scheduler is None:
+            highest = self.schedule.maximum
+
+            def factor(done: int) -> float:
+                return self.schedule.rate(done + 1) / highest if highest else 1.0
+
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _init_training_state(self, max_steps, *args, **kwargs):
+        position = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return position
+
+    # Log --------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Note `logs` in the history, hand them to the trackers, and print them in PaddleNLP's words."""
+        gradient_norm = logs.pop("grad_norm", None)
+        progress = self.state.epoch or 0.0
+        if "loss" in logs:
+            shown = train_fields(
+                logs["loss"],
+                self._get_learning_rate(),
+                self.state.global_step,
+                progress,
+                gpu=gpu_fields(),
+                speed=self.throughput.interval(self.state.global_step),
+                process=process_fields() if self.process_memory else {},
+            )
+        else:
+            hidden = ("model_preparation_time", "total_flos")
+            shown = {key: value for key, value in logs.items() if not key.endswith(hidden)}
+            shown["progress_or_epoch"] = round(progress, 4)
+        noted = shown if gradient_norm is None else {**shown, "grad_norm": gradient_norm}
+        self.state.log_history.append({**noted, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
+        logger.info(log_line(shown))
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial) -> None:
+        output_dir = self.output_dir
+        staging = checkpoint.staging_folder(output_dir, self.state.global_step)
+        try:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+            self._barrier()
+            self._write_checkpoint(str(staging))
+            self._barrier()
+            if self.args.should_save:
+                final = checkpoint.commit(staging, self._manifest())
+                logger.info("checkpoint written to %s", final)
+                best = self.state.best_model_checkpoint
+                for old in checkpoint.rotate(output_dir, self.args.save_total_limit, Path(best) if best else None):
+                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.args.save_total_limit)
+            self._barrier()
+        except OSError as error:
+            raise GptlmError(
+                f"cannot write the checkpoint {staging}: {error.strerror}; earlier checkpoints are whole"
+            ) from error
+
+    def _write_checkpoint(self, folder: str) -> None:
+        self.store_flos()
+        self.save_model(folder, _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(folder)
+            self._save_scaler(folder)
+            self._save_rng_state(folder)
+        if self.args.should_save:
+            if self.state.best_global_step:
+                best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
+                if best.is_dir() or self.state.best_global_step == self.state.global_step:
+                    self.state.best_model_checkpoint = str(best)
+            self.state.save_to_json(str(Path(folder) / "trainer_state.json"))
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            **self.facts,
+            "global_step": self.state.global_step,
+            "consumed_samples": self.consumed_samples,
+            "world_size": self.args.world_size,
+            "global_batch_size": self.samples_per_step,
+        }
+
+    def restore(self, folder: Path) -> None:
+        """Put the weights of a checkpoint into the model."""
+        model: Any = self.model
+        model.load_state_dict(load_model(str(folder)).state_dict())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        self.restore(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        logger.info("best checkpoint: %s (%s %s)", best, self.args.metric_for_best_model, self.state.best_metric)
+        self.restore(Path(best or ""))
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+
+class _Bookkeeping(TrainerCallback):
+    """Epoch fraction by consumed samples, and a clock that starts with the training."""
+
+    def __init__(self, trainer: PretrainTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.throughput.restart(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        dataset: Any = self.trainer.train_dataset
+        state.epoch = self.trainer.consumed_samples / len(dataset)
