@@ -1,25 +1,34 @@
 """`gptlm COMMAND ...`: parse, call, and turn errors into one sentence and an exit code.
 
-Exit codes: 0 done, 1 the run could not go on (data, files, weights), 2 the command is wrong.
+Exit codes: 0 done, 1 the run could not go on (data, files, weights), 2 the command is wrong. The recipes are imported
+when they are called: help, a wrong flag or --print_config wait for nothing heavy.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from gptlm.config.parser import Vocabulary, help_text
+from gptlm.config.run import PRETRAIN, parse_pretrain
+from gptlm.config.tools import (
+    DEMO,
+    PREDICT,
+    PREPROCESS,
+    TOKENIZER,
+    parse_demo,
+    parse_predict,
+    parse_preprocess,
+    parse_tokenizer,
+)
 from gptlm.errors import GptlmError
+
+PRINT_CONFIG = ("--print_config", "--print-config")
 
 
 def pretrain(argv: Sequence[str]) -> None:
-    """Pretrain a GPT on token files."""
-    from gptlm.config.parser import help_text
-    from gptlm.config.run import PRETRAIN, parse_pretrain
-
-    if _wants_help(argv):
-        print(help_text("run_pretrain.py", "Pretrain a GPT on token files.", PRETRAIN), end="")
-        return
-    printing = "--print_config" in argv or "--print-config" in argv
-    words = [word for word in argv if word not in ("--print_config", "--print-config")]
+    printing = any(word in PRINT_CONFIG for word in argv)
+    words = [word for word in argv if word not in PRINT_CONFIG]
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
         print(run.as_json())
@@ -29,29 +38,77 @@ def pretrain(argv: Sequence[str]) -> None:
     recipe(run)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"pretrain": pretrain}
+def preprocess(argv: Sequence[str]) -> None:
+    job = parse_preprocess(argv)
+    from gptlm.recipes.preprocess import preprocess as recipe
+
+    recipe(job)
+
+
+def tokenizer(argv: Sequence[str]) -> None:
+    arguments = parse_tokenizer(argv)
+    from gptlm.recipes.tokenizer import tokenizer as recipe
+
+    recipe(arguments)
+
+
+def predict(argv: Sequence[str]) -> None:
+    arguments, notes = parse_predict(argv)
+    from gptlm.recipes.predict import predict as recipe
+
+    recipe(arguments, notes)
+
+
+def demo(argv: Sequence[str]) -> None:
+    arguments = parse_demo(argv)
+    from gptlm.recipes.demo import demo as recipe
+
+    recipe(arguments)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what it does, what it is called in scripts/, its flags."""
+
+    run: Callable[[Sequence[str]], None]
+    summary: str
+    script: str
+    vocabulary: Vocabulary
+
+
+COMMANDS = {
+    "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN),
+    "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
+    "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
+    "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
+    "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
-        known = "\n".join(f"  {name:<12}{command.__doc__}" for name, command in COMMANDS.items())
         asked = bool(words) and words[0] in ("-h", "--help", "help")
-        print(f"usage: gptlm COMMAND [--flag value ...]\n{known}", file=sys.stdout if asked else sys.stderr)
+        print(_usage(), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
+    name, rest = words[0], words[1:]
+    command = COMMANDS[name]
+    if any(word in ("-h", "--help") for word in rest):
+        print(help_text(command.script, command.summary, command.vocabulary), end="")
+        return 0
     try:
-        COMMANDS[words[0]](words[1:])
+        command.run(rest)
     except GptlmError as error:
         rank = os.environ.get("RANK")
-        prefix = f"rank {rank}: " if rank else ""
-        print(f"gptlm {words[0]}: {prefix}error: {error}", file=sys.stderr)
+        print(f"gptlm {name}: {f'rank {rank}: ' if rank else ''}error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"gptlm {words[0]}: interrupted", file=sys.stderr)
+        print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def _wants_help(argv: Sequence[str]) -> bool:
-    return any(word in ("-h", "--help") for word in argv)
+def _usage() -> str:
+    lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: gptlm COMMAND [--flag value ...]   (gptlm COMMAND --help lists the flags)", *lines])

@@ -123,7 +123,7 @@ class TrainingArguments:
     recompute_granularity: str = arg(
         "full", "what is computed again", choices=("full", "full_attn", "core_attn", "only_attn")
     )
-    no_recompute_layers: list[int] = arg([], "layers whose activations are kept")
+    no_recompute_layers: list[int] = arg([], "layers whose activations are kept", words=True)
     evaluation_strategy: str | None = arg(
         None, "when to evaluate; unset: steps with do_eval, else no", choices=("no", "steps", "epoch")
     )
@@ -142,7 +142,7 @@ class TrainingArguments:
     logging_steps: int = arg(500, "optimizer steps between log lines")
     logging_first_step: bool = arg(False, "log the first step too")
     logging_dir: str | None = arg(None, "folder for event files; unset: output_dir/runs/<date>_<host>")
-    report_to: list[str] = arg(["visualdl"], "visualdl, tensorboard, wandb, all or none")
+    report_to: list[str] = arg(["visualdl"], "visualdl, tensorboard, wandb, all or none", words=True)
     run_name: str | None = arg(None, "name of the run in wandb")
     disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar")
     skip_memory_metrics: bool = arg(True, "false adds memory use to the log lines")

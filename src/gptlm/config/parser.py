@@ -202,7 +202,7 @@ def _note(parsed: Parsed, line: str) -> None:
 def _cast(word: Word, f: Field, kind: Any) -> Any:
     """The value of `word` as the type of its field."""
     if get_origin(kind) is list:
-        return _cast_list(word, get_args(kind)[0])
+        return _cast_list(word, f, get_args(kind)[0])
     if _is_bool(kind):
         return _cast_bool(word)
     if not word.values:
@@ -220,11 +220,13 @@ def _cast(word: Word, f: Field, kind: Any) -> Any:
     return value
 
 
-def _cast_list(word: Word, kind: Any) -> list:
-    items = [item for value in word.values for item in value.replace(",", " ").split()]
-    if [item.lower() for item in items] == ["none"] and kind is not str:
-        return []
-    return [_cast_scalar(item.strip("'\"[]"), kind, word.place) for item in items if item.strip("'\"[]")]
+def _cast_list(word: Word, f: Field, kind: Any) -> list:
+    """Each value is an item; with `words` blanks and commas part items too, and quotes and brackets are dropped."""
+    items = list(word.values)
+    if f.metadata["words"]:
+        items = [item.strip("'\"[]") for value in items for item in value.replace(",", " ").split()]
+        items = [item for item in items if item]
+    return [_cast_scalar(item, kind, word.place) for item in items]
 
 
 def _cast_scalar(text: str, kind: Any, place: str) -> Any:

@@ -141,6 +141,7 @@ PARALLEL_WORDS = {
 }
 
 PREPROCESS_RENAMED = {
+    "input": "input_path",
     "vocab": "vocab_file",
     "json_key": "json_keys",
     "append_eod": "append_eos",

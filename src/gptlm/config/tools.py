@@ -1,0 +1,188 @@
+"""Flags of the commands around training: tokenizer, preprocessing, prediction, demo."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gptlm.config import spellings
+from gptlm.config.arguments import arg
+from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.errors import UsageError
+
+TXT_SPLITS = ("blank_line", "line", "file")
+DEFAULT_PROMPTS = (
+    "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
+    "问题：中国的首都是哪里？答案：北京。\n问题：广东的省会是哪个城市? 答案：",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessArguments:
+    """Text to token files."""
+
+    input_path: str | None = arg(
+        None,
+        "a file, a folder or a quoted glob of .jsonl, .json or .txt, each also .gz or .zst; spelled --input, "
+        "Megatron's conventions hold for names and white space",
+    )
+    output_prefix: str | None = arg(None, "path of the result without suffix")
+    model_name_or_path: str | None = arg(None, "folder or name of the tokenizer (or of a model with one)")
+    tokenizer_name: str | None = arg(None, "class of the tokenizer in PaddleNLP, or a folder; model_name_or_path wins")
+    tokenizer_type: str = arg(
+        "HuggingFaceTokenizer",
+        "GPT2BPETokenizer reads vocab_file and merge_file",
+        choices=("GPT2BPETokenizer", "HuggingFaceTokenizer"),
+    )
+    tokenizer_model: str | None = arg(None, "the tokenizer of HuggingFaceTokenizer, in Megatron's words")
+    vocab_file: str | None = arg(None, "GPT-2's vocab.json")
+    merge_file: str | None = arg(None, "GPT-2's merges.txt")
+    data_format: str = arg("JSON", "format of .json and .jsonl files", choices=("JSON",))
+    json_keys: list[str] = arg(["text"], "keys whose texts are encoded, each into token files of its own", words=True)
+    txt_split: str = arg("blank_line", "what ends a document in a .txt file", choices=TXT_SPLITS)
+    dataset_impl: str = arg("mmap", "mmap for .bin/.idx, npy for _ids.npy/_idx.npz", choices=("mmap", "npy"))
+    append_eos: bool = arg(False, "end every document with the end-of-text id")
+    allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
+    workers: int = arg(1, "processes that encode")
+    max_doc_num: int | None = arg(None, "stop after this many documents")
+    log_interval: int = arg(1000, "documents between progress lines when there is no progress bar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArguments:
+    """A tokenizer from text."""
+
+    input_path: str | None = arg(None, "a file, a folder or a quoted glob of .jsonl, .json or .txt, also .gz or .zst")
+    output_dir: str | None = arg(None, "folder for the tokenizer")
+    vocab_size: int = arg(32000, "entries of the vocabulary, 257 or more")
+    min_frequency: int = arg(2, "occurrences a pair needs to be merged")
+    json_key: str = arg("text", "key of the texts in JSON files")
+    txt_split: str = arg("blank_line", "what ends a document in a .txt file", choices=TXT_SPLITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments:
+    """Continue prompts with a trained model."""
+
+    model_name_or_path: str = arg("gpt-cpm-large-cn", "folder of a trained model, or a built-in name")
+    prompt: list[str] = arg([], "texts to continue; unset: input_file, or PaddleNLP's two Chinese questions")
+    input_file: str | None = arg(None, "one prompt per line, or .jsonl with the key prompt, src or text")
+    output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
+    batch_size: int = arg(1, "prompts continued together")
+    src_length: int = arg(200, "longest prompt in tokens; its end is kept")
+    tgt_length: int = arg(200, "most tokens to add")
+    seed: int = arg(20, "seed of sampling")
+    do_sample: bool = arg(False, "draw tokens instead of taking the likeliest")
+    top_k: int = arg(50, "with do_sample: draw among the k likeliest; 0: all")
+    top_p: float = arg(1.0, "with do_sample: draw among the likeliest that make up this probability")
+    temperature: float = arg(1.0, "with do_sample: above 1 flattens, below 1 sharpens")
+    stop_at_eol: bool | None = arg(None, "stop at a line break; unset: only for the built-in questions")
+    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoArguments:
+    """The whole way on this machine's own text."""
+
+    output_dir: str = arg("demo", "folder for everything the demo makes")
+    max_steps: int = arg(300, "optimizer steps")
+    workers: int = arg(2, "processes that encode")
+
+
+PREPROCESS = Vocabulary(
+    (PreprocessArguments,),
+    spellings.PREPROCESS_RENAMED,
+    spellings.PREPROCESS_IGNORED,
+    spellings.PREPROCESS_REFUSED,
+)
+TOKENIZER = Vocabulary((TokenizerArguments,), spellings.TOKENIZER_RENAMED)
+PREDICT = Vocabulary(
+    (PredictArguments,), spellings.PREDICT_RENAMED, spellings.PREDICT_IGNORED, spellings.PREDICT_REFUSED
+)
+DEMO = Vocabulary((DemoArguments,))
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """A checked preprocessing command; `megatron` says whose conventions hold."""
+
+    arguments: PreprocessArguments
+    megatron: bool
+    notes: tuple[str, ...]
+
+
+def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
+    """Raises UsageError listing everything that is wrong."""
+    parsed = parse(PREPROCESS, argv)
+    values = parsed.values
+    problems = _missing(parsed, "input_path", "output_prefix")
+    if values["workers"] < 1:
+        problems.append(f"--workers {values['workers']}: expected at least 1")
+    if values["max_doc_num"] is not None and values["max_doc_num"] < 1:
+        problems.append(f"--max_doc_num {values['max_doc_num']}: expected at least 1")
+    if not values["json_keys"] or len(set(values["json_keys"])) < len(values["json_keys"]):
+        problems.append(f"--json_keys {' '.join(values['json_keys'])}: expected one or more different keys")
+    problems += _tokenizer_problems(parsed)
+    megatron = parsed.sources["input_path"] == "--input"
+    if not megatron and len(values["json_keys"]) > 1:
+        problems.append("several --json_keys give several corpora, whose names are Megatron's: use --input")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return PreprocessJob(build(PreprocessArguments, values), megatron, tuple(parsed.notes))
+
+
+def parse_tokenizer(argv: Sequence[str]) -> TokenizerArguments:
+    """Raises UsageError listing everything that is wrong."""
+    parsed = parse(TOKENIZER, argv)
+    problems = _missing(parsed, "input_path", "output_dir")
+    if parsed.values["vocab_size"] < 257:
+        problems.append(f"--vocab_size {parsed.values['vocab_size']}: 256 bytes and <|endoftext|> need at least 257")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return build(TokenizerArguments, parsed.values)
+
+
+def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...]]:
+    """The arguments and the lines to log. Raises UsageError listing everything that is wrong."""
+    parsed = parse(PREDICT, argv)
+    values = parsed.values
+    problems = [
+        f"--{name} {values[name]}: expected at least 1"
+        for name in ("batch_size", "src_length", "tgt_length")
+        if values[name] < 1
+    ]
+    if values["prompt"] and values["input_file"]:
+        problems.append("--prompt and --input_file both give prompts; use one")
+    if values["do_sample"] and values["temperature"] <= 0:
+        problems.append(
+            f"--temperature {values['temperature']:g}: expected more than 0; leave --do_sample out for greedy"
+        )
+    if not 0 < values["top_p"] <= 1:
+        problems.append(f"--top_p {values['top_p']:g}: expected more than 0, at most 1")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return build(PredictArguments, values), tuple(parsed.notes)
+
+
+def parse_demo(argv: Sequence[str]) -> DemoArguments:
+    """Raises UsageError listing everything that is wrong."""
+    parsed = parse(DEMO, argv)
+    if parsed.values["max_steps"] < 10:
+        raise UsageError(f"--max_steps {parsed.values['max_steps']}: the demo needs at least 10")
+    return build(DemoArguments, parsed.values)
+
+
+def _tokenizer_problems(parsed: Parsed) -> list[str]:
+    values = parsed.values
+    files = [name for name in ("vocab_file", "merge_file") if values[name]]
+    if len(files) == 1 and values["model_name_or_path"] is None:
+        missing = "merge_file" if files == ["vocab_file"] else "vocab_file"
+        return [f"--{files[0]} is given without --{missing}; GPT-2's tokenizer needs both"]
+    if values["tokenizer_type"] == "GPT2BPETokenizer" and not files and values["model_name_or_path"] is None:
+        return ["--tokenizer_type GPT2BPETokenizer needs --vocab_file and --merge_file"]
+    named = values["model_name_or_path"] or values["tokenizer_model"] or values["tokenizer_name"]
+    if not files and named is None:
+        return ["no tokenizer is named: give --model_name_or_path DIR, or --vocab_file and --merge_file"]
+    return []
+
+
+def _missing(parsed: Parsed, *names: str) -> list[str]:
+    return [f"--{name} is missing" for name in names if not parsed.values[name]]

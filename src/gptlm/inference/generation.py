@@ -1,0 +1,93 @@
+"""Continuing prompts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.errors import GptlmError
+from gptlm.model.gpt import GPTLMHeadModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; without `do_sample` it is the likeliest."""
+
+    do_sample: bool = False
+    top_k: int = 50
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+
+def continue_prompts(
+    model: GPTLMHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    batch_size: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    stop_at_eol: bool = False,
+) -> Iterator[str]:
+    """The text added to each prompt, in order. A result does not depend on the other prompts of its batch.
+
+    Args:
+        max_prompt_tokens: a longer prompt keeps its end.
+        stop_at_eol: stop at a line break as well as at the end-of-text token.
+
+    Raises:
+        GptlmError: if prompt and new tokens cannot fit the position table.
+    """
+    positions = model.config.n_positions
+    if max_new_tokens >= positions:
+        raise GptlmError(f"{max_new_tokens} new tokens do not fit the position table of {positions}; ask for fewer")
+    longest = min(max_prompt_tokens, positions - max_new_tokens)
+    rows = [_encode(tokenizer, prompt, longest) for prompt in prompts]
+    pad = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
+    options = _options(model, tokenizer, max_new_tokens, sampling, stop_at_eol, pad)
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        width = max(map(len, batch))
+        ids = torch.full((len(batch), width), pad)
+        mask = torch.zeros((len(batch), width), dtype=torch.int64)
+        for i, row in enumerate(batch):  # padding on the left: new tokens follow the prompt directly
+            ids[i, width - len(row) :] = torch.tensor(row)
+            mask[i, width - len(row) :] = 1
+        with torch.inference_mode():
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        yield from tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, longest: int) -> list[int]:
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
+        ids = [tokenizer.eos_token_id]  # an empty prompt: start a new document
+    return ids[-longest:]
+
+
+def _options(
+    model: GPTLMHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_at_eol: bool,
+    pad: int,
+) -> dict[str, Any]:
+    stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if stop_at_eol:
+        stops += tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": sampling.do_sample,
+        "pad_token_id": pad,
+        "eos_token_id": stops or None,
+        "use_cache": True,
+    }
+    if sampling.do_sample:
+        options |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "temperature": sampling.temperature}
+    if model.config.vocab_size > len(tokenizer):  # padded rows of the embedding are no tokens
+        options["suppress_tokens"] = list(range(len(tokenizer), model.config.vocab_size))
+    return options

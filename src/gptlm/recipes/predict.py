@@ -1,0 +1,107 @@
+"""Continue prompts with a trained model: prompts -> model -> texts."""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+
+from gptlm.config.tools import DEFAULT_PROMPTS, PredictArguments
+from gptlm.errors import GptlmError
+from gptlm.inference.generation import Sampling, continue_prompts
+from gptlm.inference.loading import load_for_inference
+from gptlm.model.build import no_download_message
+from gptlm.model.presets import PRESETS
+from gptlm.recipes.machine import choose_machine, use_device
+from gptlm.training.logging import start_logging
+
+logger = logging.getLogger(__name__)
+
+PROMPT_KEYS = ("prompt", "src", "text")
+
+
+def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[str]:
+    """Run it; prints each continuation and returns them.
+
+    Raises:
+        GptlmError: if prompts, weights or tokenizer cannot be read.
+    """
+    start_logging(speaks=True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for note in notes:
+        logger.info("%s", note)
+    prompts = _prompts(arguments)
+    machine = choose_machine(arguments.device, fp16=False, bf16=False, level="O1")
+    use_device(arguments.device, machine)
+    model, tokenizer = _load(arguments, torch.device(machine.device))
+    stop_at_eol = arguments.stop_at_eol
+    torch.manual_seed(arguments.seed)
+    texts = continue_prompts(
+        model,
+        tokenizer,
+        prompts,
+        batch_size=arguments.batch_size,
+        max_prompt_tokens=arguments.src_length,
+        max_new_tokens=min(arguments.tgt_length, model.config.n_positions - 1),
+        sampling=Sampling(arguments.do_sample, arguments.top_k, arguments.top_p, arguments.temperature),
+        stop_at_eol=prompts == list(DEFAULT_PROMPTS) if stop_at_eol is None else stop_at_eol,
+    )
+    results = []
+    for text in texts:
+        print(text, flush=True)
+        results.append(text)
+    if arguments.output_file:
+        _write(Path(arguments.output_file), prompts, results)
+    return results
+
+
+def _prompts(arguments: PredictArguments) -> list[str]:
+    if arguments.prompt:
+        return list(arguments.prompt)
+    if arguments.input_file is None:
+        return list(DEFAULT_PROMPTS)
+    path = Path(arguments.input_file)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except OSError as error:
+        raise GptlmError(f"cannot read the prompts in {path}: {error.strerror}") from error
+    if path.suffix == ".jsonl":
+        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1)]
+    if not lines:
+        raise GptlmError(f"{path} holds no prompts; expected one per line")
+    return lines
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        record = json.loads(line)
+        return next(record[key] for key in PROMPT_KEYS if key in record)
+    except (ValueError, StopIteration, TypeError) as error:
+        raise GptlmError(f"{place}: expected an object with the key {' or '.join(PROMPT_KEYS)}") from error
+
+
+def _load(arguments: PredictArguments, device: torch.device):
+    name = arguments.model_name_or_path
+    preset = PRESETS.get(name)
+    if Path(name).is_dir() or preset is None:
+        if not Path(name).is_dir():
+            raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name")
+        return load_for_inference(name, device)
+    if preset.hub_id is None:
+        raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
+    try:
+        return load_for_inference(preset.hub_id, device)
+    except GptlmError as error:
+        raise GptlmError(no_download_message(name, preset.hub_id)) from error
+
+
+def _write(path: Path, prompts: list[str], results: list[str]) -> None:
+    rows = zip(prompts, results, strict=True)
+    lines = [json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False) for prompt, text in rows]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise GptlmError(f"cannot write {path}: {error.strerror}") from error
+    logger.info("%d continuations written to %s", len(results), path)

@@ -1,0 +1,157 @@
+"""Text to token files: tokenizer -> encode in parallel -> write -> names and metadata."""
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.config.tools import PreprocessJob
+from gptlm.data.corpus import list_files, read_batches
+from gptlm.data.indexed import IndexedTokensWriter
+from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
+from gptlm.errors import GptlmError
+from gptlm.model.presets import PRESETS
+from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
+from gptlm.training.logging import start_logging
+
+logger = logging.getLogger(__name__)
+
+FEW_DOCUMENTS = 20  # fewer cannot be split 949,50,1 with something in each part
+
+
+def preprocess(job: PreprocessJob) -> list[Path]:
+    """Run it; returns the written files.
+
+    Raises:
+        GptlmError: if input, tokenizer or disk fail; nothing is left under the final names then.
+    """
+    start_logging(speaks=True)
+    for note in job.notes:
+        logger.info("%s", note)
+    arguments = job.arguments
+    tokenizer, name = _tokenizer(job)
+    if arguments.append_eos and tokenizer.eos_token_id is None:
+        raise GptlmError(f"--append_eos: the tokenizer {name} has no end-of-text token; add one or leave the flag out")
+    files = list_files(arguments.input_path or "")
+    prefixes = _prefixes(job)
+    logger.info("%d files, %d vocabulary entries, output %s", len(files), len(tokenizer), ", ".join(prefixes))
+    writers: list[IndexedTokensWriter] = []
+    try:
+        writers += [IndexedTokensWriter(p, len(tokenizer), arguments.dataset_impl) for p in prefixes]
+        progress = _encode(job, tokenizer, files, writers)
+        if not writers[0].total:
+            raise GptlmError(f"{arguments.input_path} holds no text under {' '.join(arguments.json_keys)}")
+        facts = {
+            "tokenizer": name,
+            "tokenizer_fingerprint": fingerprint(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "append_eos": arguments.append_eos,
+        }
+        written = [path for writer in writers for path in writer.finish(facts)]
+    except OSError as error:
+        raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
+    finally:
+        for writer in writers:
+            writer.abandon()
+    _say_result(progress, writers, written)
+    return written
+
+
+def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
+    """The tokenizer and the folder or name it can be found under again."""
+    arguments = job.arguments
+    if arguments.vocab_file and arguments.merge_file and arguments.model_name_or_path is None:
+        folder = str(Path(arguments.vocab_file).resolve().parent)
+        return load_gpt2_files(arguments.vocab_file, arguments.merge_file), folder
+    name = arguments.model_name_or_path or arguments.tokenizer_model or arguments.tokenizer_name or ""
+    if Path(name).exists():
+        return load_tokenizer(name), str(Path(name).resolve())
+    preset = PRESETS.get(name)
+    hub_id = (preset.hub_id or "openai-community/gpt2") if preset else name
+    try:
+        return load_tokenizer(hub_id), hub_id
+    except GptlmError as error:
+        raise GptlmError(
+            f"the tokenizer {name} is no folder here and could not be downloaded ({hub_id}); give a folder with "
+            "tokenizer.json, or --vocab_file and --merge_file"
+        ) from error
+
+
+def _prefixes(job: PreprocessJob) -> list[str]:
+    """Names as the originals write them: Megatron adds key and level, PaddleNLP adds nothing."""
+    prefix = job.arguments.output_prefix or ""
+    return [f"{prefix}_{key}_document" for key in job.arguments.json_keys] if job.megatron else [prefix]
+
+
+def _encode(
+    job: PreprocessJob, tokenizer: PreTrainedTokenizerBase, files: list[Path], writers: list[IndexedTokensWriter]
+) -> Progress:
+    arguments = job.arguments
+    with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:
+        tokenizer_file = str(Path(folder) / "tokenizer.json")
+        tokenizer.backend_tokenizer.save(tokenizer_file)
+        settings = EncodeSettings(
+            tokenizer_file=tokenizer_file,
+            keys=tuple(arguments.json_keys),
+            eos_id=tokenizer.eos_token_id if arguments.append_eos else None,
+            strip=not job.megatron,
+            allow_special_tokens=arguments.allow_special_tokens,
+        )
+        size = sum(file.stat().st_size for file in files)
+        with _Bar(size, arguments.log_interval) as bar:
+            return write_corpus(
+                read_batches(files, arguments.txt_split),
+                settings,
+                writers,
+                workers=arguments.workers,
+                max_documents=arguments.max_doc_num,
+                on_progress=bar.show,
+            )
+
+
+class _Bar:
+    """A progress bar on a terminal, Megatron's progress lines elsewhere; both on stderr."""
+
+    def __init__(self, size: int, log_interval: int):
+        self.log_interval = log_interval
+        self.said = 0
+        self.bar = tqdm(
+            total=size, unit="B", unit_scale=True, unit_divisor=1024, desc="encode", disable=not sys.stderr.isatty()
+        )
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.close()
+
+    def show(self, progress: Progress) -> None:
+        self.bar.update(progress.read - self.bar.n)
+        if self.bar.disable and progress.documents - self.said >= self.log_interval:
+            self.said = progress.documents
+            logger.info("Processed %s", _rate(progress))
+
+
+def _rate(progress: Progress) -> str:
+    seconds = max(progress.seconds, 1e-9)
+    return (
+        f"{progress.documents} documents ({progress.documents / seconds:.1f} docs/s, "
+        f"{progress.read / seconds / (1 << 20):.2f} MB/s)."
+    )
+
+
+def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written: list[Path]) -> None:
+    logger.info("Processed %s", _rate(progress))
+    if progress.empty:
+        logger.info("%d documents without text were left out", progress.empty)
+    for writer in writers:
+        documents = len(writer.sizes)
+        logger.info("%s: %d documents, %s tokens, %s", writer.prefix, documents, f"{writer.total:,}", writer.dtype)
+        if documents < FEW_DOCUMENTS:
+            logger.warning(
+                "%d documents are few: splits are made of whole documents (for .txt see --txt_split)", documents
+            )
+    logger.info("written: %s", ", ".join(str(path) for path in written))
