@@ -149,7 +149,6 @@ PREPROCESS_RENAMED = {
     "data_impl": "dataset_impl",
     "output": "output_prefix",
     "tokenizer_name_or_path": "model_name_or_path",
-    "max_documents": "max_doc_num",
 }
 PREPROCESS_IGNORED = {
     "chunk_size": "batches are cut by bytes",

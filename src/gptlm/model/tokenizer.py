@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency:
         min_frequency=min_frequency,
         special_tokens=[EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(documents, trainer=trainer)
     return GPT2Tokenizer(tokenizer_object=tokenizer, unk_token=EOS, bos_token=EOS, eos_token=EOS)

@@ -18,7 +18,7 @@ from gptlm.recipes.tokenizer import tokenizer
 
 PROMPTS = ("Return a list of", "The function raises", "This class is used to")
 SHORTEST = 80  # characters; shorter docstrings say little
-VOCABULARY = 4096
+VOCABULARY = 2048
 
 
 def demo(arguments: DemoArguments) -> dict[str, float]:
@@ -88,7 +88,7 @@ def _pretrain_words(folder: Path, steps: int) -> list[str]:
         *("--vocab_size", str(VOCABULARY), "--max_seq_length", "128", "--input_dir", f"{folder}/data"),
         *("--output_dir", f"{folder}/model", "--overwrite_output_dir", "--split", "90,8,2"),
         *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
-        *("--max_steps", str(steps), "--learning_rate", "2e-3", "--min_learning_rate", "2e-4"),
+        *("--max_steps", str(steps), "--learning_rate", "4e-3", "--min_learning_rate", "2e-4"),
         *("--lr_scheduler_type", "cosine", "--warmup_steps", str(tenth), "--weight_decay", "0.1"),
         *("--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0"),
         *("--logging_steps", str(tenth), "--eval_steps", str(tenth * 5), "--save_steps", str(steps)),

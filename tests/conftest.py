@@ -1,0 +1,80 @@
+"""Small real things the tests share: a byte-level tokenizer, a corpus in both formats, a tiny model."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptlm.data.indexed import IndexedTokensWriter
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"  # recorded cases of the originals; tests that use them skip where it is absent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip("the recorded cases of the originals are not here")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory) -> Path:
+    """120 documents of 20 to 80 tokens below 500, as `mmap/c.bin|.idx` and `npy/c_ids.npy|_idx.npz`."""
+    root = tmp_path_factory.mktemp("corpus")
+    for layout in ("mmap", "npy"):
+        write_tokens(root / layout / "c", layout=layout)
+    return root
+
+
+def write_tokens(prefix: Path, *, layout: str = "mmap", documents: int = 120, vocab_size: int = 500, seed: int = 0):
+    """Random documents under `prefix`; returns the prefix."""
+    rng = np.random.RandomState(seed)
+    writer = IndexedTokensWriter(str(prefix), vocab_size, layout)
+    for _ in range(documents):
+        ids = rng.randint(0, vocab_size, rng.randint(20, 81))
+        writer.add(ids, [len(ids)])
+    writer.finish({})
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A folder with random GPT-2 weights: 2 layers, 32 wide, 2 heads, 500 entries, 64 positions, saved by stock code."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(7)
+    config = GPT2Config(vocab_size=500, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    folder = tmp_path_factory.mktemp("tiny-model")
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def script() -> Callable[..., subprocess.CompletedProcess]:
+    """Run `python scripts/NAME.py WORDS` (or under torchrun with `processes`), output captured."""
+    return run_script
+
+
+def run_script(
+    name: str, *words: object, processes: int = 0, cwd: Path | None = None, environment: dict | None = None
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py")]
+    if processes:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [*launcher, command[1]]
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [*command, *map(str, words)],
+        cwd=cwd,
+        env={**clean, "OMP_NUM_THREADS": "1", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

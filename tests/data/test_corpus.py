@@ -1,0 +1,96 @@
+"""Texts on disk to documents: every format, every encoding trouble with file and line."""
+
+import gzip
+import json
+
+import pytest
+import zstandard
+
+from gptlm.data.corpus import list_files, read_batches, read_texts, texts_of
+from gptlm.errors import GptlmError
+
+TEXTS = ["one", "two\nlines", "", "vier äöü", "五 今天"]
+LINES = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode()
+
+
+def test_one_set_of_records_in_every_format(tmp_path):
+    variants = {
+        "a.jsonl": LINES,
+        "b.json": LINES,
+        "c.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
+        "d.jsonl.gz": gzip.compress(LINES),
+        "e.jsonl.zst": zstandard.compress(LINES[:30]) + zstandard.compress(LINES[30:]),  # several frames
+        "f.jsonl": b"\xef\xbb\xbf" + LINES,
+        "g.jsonl": LINES.replace(b"\n", b"\r\n"),
+        "h.jsonl": LINES.removesuffix(b"\n"),
+        "i.jsonl": LINES.replace(b"\n", b"\n\n"),
+    }
+    for name, content in variants.items():
+        (tmp_path / name).write_bytes(content)
+        assert list(read_texts(str(tmp_path / name))) == TEXTS, name
+
+
+@pytest.mark.parametrize(
+    ("split", "documents"),
+    [
+        ("blank_line", ["a\nb", "c"]),
+        ("line", ["a", "b", "c"]),
+        ("file", ["a\nb\n\nc"]),
+    ],
+)
+def test_plain_text(tmp_path, split, documents):
+    (tmp_path / "t.txt").write_bytes(b"a\r\nb\r\n\r\nc")
+    assert list(read_texts(str(tmp_path / "t.txt"), txt_split=split)) == documents
+
+
+def test_folders_and_globs_are_sorted_and_recursive(tmp_path):
+    for name in ("b.jsonl", "sub/a.txt", "c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [f.name for f in list_files(str(tmp_path))] == ["b.jsonl", "a.txt"]
+    assert [f.name for f in list_files(str(tmp_path / "*.jsonl"))] == ["b.jsonl"]
+
+
+@pytest.mark.parametrize("what", ["c.csv", "missing.jsonl", "empty"])
+def test_nothing_to_read_is_said(tmp_path, what):
+    (tmp_path / "c.csv").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(GptlmError, match=what):
+        list_files(str(tmp_path / what))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "a"', "line 3.*broken JSON"),
+        (b'{"text": "\xff\xfe"}', "line 3.*UTF-8"),
+        (b'{"title": "a"}', r"line 3.*'text'.*title"),
+        (b'{"text": 5}', "line 3.*int"),
+        (b'["a"]', "line 3.*list"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, says):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
+    with pytest.raises(GptlmError, match=f"a.jsonl, {says}"):
+        list(read_texts(str(tmp_path / "a.jsonl")))
+
+
+def test_utf16_and_cut_archives_are_named(tmp_path):
+    (tmp_path / "u.txt").write_text("hello", encoding="utf-16")
+    with pytest.raises(GptlmError, match="u.txt, line 1.*UTF-16"):
+        list(read_texts(str(tmp_path / "u.txt")))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES)[:-12])
+    with pytest.raises(GptlmError, match="cut.jsonl.gz"):
+        list(read_texts(str(tmp_path / "cut.jsonl.gz")))
+
+
+def test_several_keys(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"title": "t", "text": "x"}\n')
+    (batch,) = read_batches(list_files(str(tmp_path / "a.jsonl")))
+    assert texts_of(batch, ["text", "title"]) == [("x", "t")]
+
+
+def test_bytes_read_add_up(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES * 5000)
+    batches = list(read_batches(list_files(str(tmp_path / "a.jsonl"))))
+    assert len(batches) > 1 and sum(batch.read for batch in batches) == 5000 * len(LINES)

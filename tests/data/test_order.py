@@ -1,0 +1,193 @@
+"""The sample order is the originals', bit for bit."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from gptlm.data.blend import BlendedDataset, blend_order, normalise, part_samples
+from gptlm.data.blocks import BlockDataset
+from gptlm.data.indexed import open_tokens
+from gptlm.data.order import build_order, count_epochs, parse_split, split_bounds
+from gptlm.errors import GptlmError
+
+
+def sha256(array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def test_worked_example_by_hand():
+    """Sizes [3, 5], length 2: stream of 8 tokens, (8 - 1) // 2 = 3 samples at tokens 0, 2, 4 and the end at 6."""
+    order = build_order(np.array([3, 5], np.int32), 0, 2, num_samples=3, seq_length=2, seed=0)
+    documents = order.documents.tolist()
+    sizes = [[3, 5][d] for d in documents]
+    stream = [(position, offset) for position, size in enumerate(sizes) for offset in range(size)]
+    assert [tuple(row) for row in order.samples.tolist()] == [stream[0], stream[2], stream[4], stream[6]]
+    assert sorted(order.shuffle.tolist()) == [0, 1, 2]
+    assert (order.epochs, order.separate_last_epoch) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "bounds"),
+    [
+        ("949,50,1", 100000, [0, 94900, 99900, 100000]),  # PaddleNLP's own example
+        ("949,50,1", 10, [0, 10, 10, 10]),  # rounds to [0, 9, 9, 9]; the missing one is added to every later bound
+        ("90/5/5", 80, [0, 72, 76, 80]),
+        ("100", 7, [0, 7, 7, 7]),
+        ("1,1,1", 1000, [0, 334, 667, 1000]),  # Megatron's old rounding: the excess leaves every later bound
+    ],
+)
+def test_split_bounds(split, size, bounds):
+    assert split_bounds(split, size) == bounds
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "-1,2,3", "0,0,0", "nan,1,1", "1;2;3"])
+def test_a_malformed_split_is_refused_with_its_value(split):
+    with pytest.raises(GptlmError, match="split"):
+        parse_split(split)
+
+
+def test_epochs_are_the_smallest_that_suffice():
+    for tokens in (7, 64, 65, 1000):
+        for wanted in (1, 15, 16, 999):
+            epochs = count_epochs(tokens, wanted, 8)
+            assert (epochs * tokens - 1) // 8 >= wanted
+            assert epochs == 1 or ((epochs - 1) * tokens - 1) // 8 < wanted
+
+
+def test_every_token_of_an_epoch_is_a_target_once_and_neighbours_share_one_token():
+    sizes = np.array([4, 0, 7, 1, 9], np.int32)
+    order = build_order(sizes, 0, 5, num_samples=1, seq_length=3, seed=3)
+    assert len(order.shuffle) == (21 - 1) // 3
+    starts = order.samples[:, 0].astype(int), order.samples[:, 1].astype(int)
+    before = np.concatenate([[0], np.cumsum(sizes[order.documents])])
+    assert (before[starts[0]] + starts[1]).tolist() == [0, 3, 6, 9, 12, 15, 18]
+
+
+def test_empty_first_sequence_starts_at_zero_zero():
+    for seed in range(20):
+        order = build_order(np.array([0, 5, 5], np.int32), 0, 3, num_samples=1, seq_length=2, seed=seed)
+        assert order.samples[0].tolist() == [0, 0]
+
+
+def test_a_range_without_tokens_is_refused():
+    with pytest.raises(GptlmError, match="no tokens"):
+        build_order(np.array([5, 0], np.int32), 1, 2, num_samples=1, seq_length=2, seed=0)
+
+
+def test_positions_beyond_int32_get_int64():
+    sizes = np.broadcast_to(np.int32(2**31 - 1), (3,))
+    order = build_order(sizes, 0, 3, num_samples=1, seq_length=2**30, seed=0)
+    assert order.samples.dtype == np.int32 and len(order.shuffle) == (3 * (2**31 - 1) - 1) // 2**30
+
+
+def test_blend_follows_its_weights():
+    parts, samples = blend_order(normalise([3, 7]), 1000)
+    assert np.bincount(parts).tolist() == [300, 700]
+    assert parts[:4].tolist() == [1, 0, 1, 1]  # lag at i=0: .3 < .7; i=1: .3 > -.3; i=2: .6-1 < 1.4-1
+    for part in (0, 1):
+        assert samples[parts == part].tolist() == list(range(int((parts == part).sum())))
+    assert part_samples(301, 0.3) == 91  # ceil(301 x 0.3 x 1.005 = 90.75)
+
+
+def test_too_many_parts_are_refused():
+    with pytest.raises(GptlmError, match="255"):
+        blend_order([1 / 255] * 255, 10)
+
+
+SPLITS = ("train", "valid", "test")
+
+
+def test_paddlenlp_cases_are_bit_identical(shared, tmp_path):
+    """Recorded from PaddleNLP 2.8.1: index arrays, tokens of every sample, lengths."""
+    folder = shared / "cases" / "paddlenlp"
+    subprocess.run([sys.executable, str(folder / "gen_corpora.py"), str(tmp_path)], check=True)
+    expected = json.loads((folder / "expected.json").read_text())
+    checks = 0
+    for case in json.loads((folder / "cases.json").read_text()):
+        files = [name.replace("{R}", str(tmp_path)) for name in case["files"]]
+        weights = normalise([float(w) for w in files[::2]]) if len(files) > 1 else [1.0]
+        prefixes = files[1::2] if len(files) > 1 else files
+        for k, split in enumerate(SPLITS):
+            want = expected[case["id"]][split]
+            parts = []
+            for weight, prefix in zip(weights, prefixes):
+                tokens = open_tokens(prefix)
+                first, last = split_bounds(case["split"], len(tokens))[k : k + 2]
+                asked = part_samples(case["nums"][k], weight) if len(files) > 1 else case["nums"][k]
+                if first < last:
+                    order = build_order(
+                        tokens.sizes, first, last, num_samples=asked, seq_length=case["seq"], seed=case["seed"]
+                    )
+                    parts.append(BlockDataset(tokens, order))
+            if want is None:
+                assert len(parts) < len(prefixes)
+                continue
+            if len(files) == 1:
+                for name, array in (
+                    ("doc_idx", order.documents),
+                    ("sample_idx", order.samples),
+                    ("shuffle_idx", order.shuffle),
+                ):
+                    assert (sha256(array), str(array.dtype)) == (want[name]["sha256"], want[name]["dtype"])
+                    checks += 1
+                dataset = parts[0]
+            else:
+                dataset = BlendedDataset(parts, weights, sum(part_samples(case["nums"][k], w) for w in weights))
+                assert sha256(dataset.parts) == want["dataset_index"]["sha256"]
+                assert sha256(dataset.samples) == want["dataset_sample_index"]["sha256"]
+                checks += 2
+            assert len(dataset) == want["len"]
+            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == want["tokens_sha256"]
+            checks += 2
+    assert checks >= 50
+
+
+def test_megatron_cases_with_the_relaxed_assertion_are_bit_identical(shared):
+    """Recorded from Megatron-DeepSpeed b4d4a0e: the same algorithm under another seed."""
+    folder = shared / "cases" / "megatron"
+    expected = json.loads((folder / "expected_old_relaxed_assert.json").read_text())["cases"]
+    checks = 0
+    for case in json.loads((folder / "cases.json").read_text())["cases"]:
+        want = expected[case["id"]]
+        if "splits" not in want:  # the original aborts on sequence length 1
+            continue
+        tokens = open_tokens(str(folder / case["prefix"]))
+        bounds = split_bounds(case["split"], len(tokens))
+        assert bounds == want["split_bounds"]
+        for k, split in enumerate(SPLITS):
+            record = want["splits"].get(split)
+            if bounds[k] == bounds[k + 1]:
+                assert record is None
+                continue
+            order = build_order(
+                tokens.sizes,
+                *bounds[k : k + 2],
+                num_samples=case["sizes"][k],
+                seq_length=case["seq_length"],
+                seed=case["seed"],
+            )
+            dataset = BlockDataset(tokens, order)
+            assert len(dataset) == record["len"]
+            assert sha256(order.documents) == record["document_index"]["sha256"]
+            assert sha256(order.samples) == record["sample_index"]["sha256"]
+            assert sha256(order.shuffle) == record["shuffle_index"]["sha256"]
+            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == record["samples_sha256"]
+            checks += 5
+    assert checks >= 60
+
+
+def test_recorded_hashes_without_the_recordings():
+    """PaddleNLP 2.8.1 on 300 documents of RandomState(1): the case `a_small`, so that the order is pinned anywhere."""
+    rng = np.random.RandomState(1)
+    documents = [rng.randint(0, 50257, size=rng.randint(1, 121)) for _ in range(300)]
+    sizes = np.array([len(document) for document in documents], np.int32)
+    order = build_order(sizes, 0, 285, num_samples=200, seq_length=32, seed=42)
+    assert order.documents[:8].tolist() == [9, 249, 157, 209, 75, 232, 264, 170]
+    assert order.shuffle[:8].tolist() == [395, 324, 97, 497, 109, 499, 281, 330]
+    assert sha256(order.documents) == "79a386d5168792f85fd290eaf8fe0a1cbe9aa1ab652fb5fa6c7c7ce4ab1e337b"
+    assert sha256(order.samples) == "0c89c4d76cfb79ec585df37811086ee39a630dc1c976f16289aa9cc396790dd6"
+    assert sha256(order.shuffle) == "20a1a2ebe0fef6c38edeb8deb83ca28234984f70fe19438dfff456f89195fd0c"

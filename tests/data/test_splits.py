@@ -1,0 +1,134 @@
+"""From --input_dir to datasets: the cache, blends, and everything refused before a model exists."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from gptlm.data import cache as cache_module
+from gptlm.data.cache import IndexCache
+from gptlm.data.indexed import IndexedTokensWriter
+from gptlm.data.splits import build_split, check_ids, default_cache_folders, open_corpora
+from gptlm.errors import GptlmError
+
+from ..conftest import write_tokens
+
+
+def build(corpora, cache, split="train", num_samples=50, seq_length=16):
+    return build_split(corpora, split, num_samples=num_samples, seq_length=seq_length, seed=42, cache=cache)
+
+
+def all_samples(dataset):
+    return np.stack([dataset[i] for i in range(len(dataset))])
+
+
+def test_both_formats_give_the_same_samples(corpus_folder, tmp_path):
+    samples = []
+    for layout in ("mmap", "npy"):
+        corpora = open_corpora(str(corpus_folder / layout), "90,5,5")
+        samples.append(all_samples(build(corpora, IndexCache([tmp_path]))))
+    assert samples[0].shape[1] == 17 and samples[0].dtype == np.int64
+    assert (samples[0] == samples[1]).all()
+
+
+def test_the_cache_is_used_and_is_keyed_by_every_parameter(corpus_folder, tmp_path, monkeypatch):
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    cache = IndexCache([tmp_path])
+    first = all_samples(build(corpora, cache))
+    assert not [p for p in tmp_path.iterdir() if "incomplete" in p.name]
+    built = []
+    monkeypatch.setattr(cache_module, "_store", lambda folder, name, *rest: built.append(name))
+    assert (all_samples(build(corpora, cache)) == first).all() and built == []
+    for change in ({"num_samples": 51}, {"seq_length": 15}, {"split": "valid"}):
+        build(corpora, cache, **change)
+    build_split(corpora, "train", num_samples=50, seq_length=16, seed=43, cache=cache)
+    build(open_corpora(str(corpus_folder / "mmap"), "80,10,10"), cache)
+    assert len(set(built)) == 5
+
+
+def test_a_damaged_cache_entry_is_built_again(corpus_folder, tmp_path):
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    cache = IndexCache([tmp_path])
+    first = all_samples(build(corpora, cache))
+    for file in tmp_path.glob("*_samples.npy"):
+        file.write_bytes(file.read_bytes()[:50])
+    assert (all_samples(build(corpora, cache)) == first).all()
+    for file in tmp_path.glob("*.json"):
+        file.write_text("{")
+    assert (all_samples(build(corpora, cache)) == first).all()
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(corpus_folder, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    dataset = build(corpora, IndexCache([tmp_path / "file" / "cache", tmp_path / "out"]))
+    assert len(dataset) >= 50 and list((tmp_path / "out").glob("*.json"))
+    assert len(build(corpora, IndexCache([tmp_path / "file" / "cache"]))) == len(dataset)
+
+
+def test_where_the_cache_lies(corpus_folder):
+    prefix = str(corpus_folder / "mmap")
+    assert [str(f) for f in default_cache_folders(prefix, "mine", "out")] == ["mine"]
+    beside, fallback = default_cache_folders(prefix, None, "out")
+    assert (str(beside), str(fallback)) == (f"{prefix}/index-cache", os.path.join("out", "index-cache"))
+
+
+def test_blends_leave_out_parts_without_that_split(tmp_path):
+    write_tokens(tmp_path / "large", documents=200)
+    write_tokens(tmp_path / "small", documents=5, seed=1)
+    corpora = open_corpora(f"1 {tmp_path}/large 1 {tmp_path}/small", "90,9,1")
+    assert [corpus.weight for corpus in corpora] == [0.5, 0.5]
+    train = build(corpora, IndexCache([tmp_path / "c"]), num_samples=100)
+    assert np.bincount(train.parts).tolist() == [51, 51]  # ceil(100 x 0.5 x 1.005) each
+    test = build(corpora, IndexCache([tmp_path / "c"]), split="test", num_samples=10)
+    assert len(test.datasets) == 1
+
+
+def test_an_empty_split_is_none(tmp_path):
+    write_tokens(tmp_path / "a", documents=9)
+    corpora = open_corpora(str(tmp_path / "a"), "949,50,1")
+    assert corpora[0].bounds == [0, 9, 9, 9]
+    assert build(corpora, IndexCache([tmp_path]), split="valid") is None
+
+
+def test_fewer_tokens_than_one_block(tmp_path):
+    write_tokens(tmp_path / "a", documents=2)
+    with pytest.raises(GptlmError, match=r"train split.*one\s+sample takes 1001"):
+        build(open_corpora(str(tmp_path / "a"), "1,0,0"), IndexCache([tmp_path]), seq_length=1000)
+
+
+def test_a_corpus_without_tokens(tmp_path):
+    IndexedTokensWriter(str(tmp_path / "a"), 100).finish({})
+    with pytest.raises(GptlmError, match="holds no tokens"):
+        open_corpora(str(tmp_path / "a"), "1,0,0")
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_ids_beyond_the_vocabulary_are_found_before_training(tmp_path, metadata):
+    prefix = tmp_path / "a"
+    writer = IndexedTokensWriter(str(prefix), 500)
+    writer.add(np.array([1, 2, 3, 4, 77, 5]), [3, 3])
+    writer.finish({})
+    if not metadata:
+        (tmp_path / "a.meta.json").unlink()
+    cache = IndexCache([tmp_path / "c"])
+    corpora = open_corpora(str(prefix), "1,0,0")
+    check_ids(corpora, 78, cache)
+    with pytest.raises(GptlmError, match=r"sequence 1, token 1 is id 77.*77 entries"):
+        check_ids(corpora, 77, cache)
+    assert len(list((tmp_path / "c").glob("*_range.npy"))) == (0 if metadata else 1)
+
+
+def test_negative_ids_are_found(tmp_path):
+    np.save(tmp_path / "a_ids.npy", np.array([5, -1, 3], np.int32))
+    np.savez(tmp_path / "a_idx.npz", lens=np.array([3], np.int32), docs=np.array([0, 1]))
+    with pytest.raises(GptlmError, match="token 1 is id -1"):
+        check_ids(open_corpora(str(tmp_path / "a"), "1,0,0"), 100, IndexCache([tmp_path / "c"]))
+
+
+def test_damaged_metadata_is_named(tmp_path):
+    write_tokens(tmp_path / "a")
+    (tmp_path / "a.meta.json").write_text(json.dumps({"tokens": 1})[:-1])
+    with pytest.raises(GptlmError, match="a.meta.json is damaged"):
+        open_corpora(str(tmp_path / "a"), "1,0,0")

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from gptlm.errors import GptlmError
+from gptlm.model.tokenizer import EOS, fingerprint, load_gpt2_files, load_tokenizer, train_tokenizer
+
+TEXT = "the cat sat on the mat and the dog sat on the log " * 20
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer([TEXT], 290)
+
+
+def test_training_and_round_trip(trained, tmp_path):
+    assert trained.eos_token_id == 0 and 257 < len(trained) <= 290
+    for text in ("the cat", "héllo wörld", "今天天气很好😀", " two  blanks\n\ttab"):
+        assert trained.decode(trained(text)["input_ids"]) == text
+    trained.save_pretrained(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert fingerprint(again) == fingerprint(trained)
+    assert again("the cat sat")["input_ids"] == trained("the cat sat")["input_ids"]
+    assert fingerprint(train_tokenizer([TEXT], 270)) != fingerprint(trained)
+
+
+def test_a_vocabulary_below_the_bytes_is_refused():
+    with pytest.raises(GptlmError, match="256"):
+        train_tokenizer([TEXT], 256)
+
+
+@pytest.fixture
+def files(trained, tmp_path):
+    trained.backend_tokenizer.model.save(str(tmp_path))
+    return tmp_path / "vocab.json", tmp_path / "merges.txt"
+
+
+def test_gpt2_files_in_every_line_ending(files, trained):
+    vocabulary, merges = files
+    good = merges.read_bytes()
+    body = good.split(b"\n", 1)[1] if good.startswith(b"#version") else good
+    for content in (good, body, good.replace(b"\n", b"\r\n"), good + b"\n\n", b"\xef\xbb\xbf" + good):
+        merges.write_bytes(content)
+        ids = load_gpt2_files(str(vocabulary), str(merges))("the cat sat")["input_ids"]
+        assert ids == trained("the cat sat")["input_ids"]
+
+
+def test_bad_gpt2_files_are_named(files):
+    vocabulary, merges = files
+    with pytest.raises(GptlmError, match="merges.txt is not valid JSON.*swapped"):
+        load_gpt2_files(str(merges), str(vocabulary))
+    good = merges.read_text()
+    merges.write_text(good.rstrip("\n")[:-2] + "qqq\n")
+    with pytest.raises(GptlmError, match=r"merges.txt, line \d+"):
+        load_gpt2_files(str(vocabulary), str(merges))
+    merges.write_text(good)
+    content = json.loads(vocabulary.read_text())
+    del content[EOS]
+    vocabulary.write_text(json.dumps(content))
+    with pytest.raises(GptlmError, match="endoftext"):
+        load_gpt2_files(str(vocabulary), str(merges))
+    with pytest.raises(GptlmError, match="missing.json"):
+        load_gpt2_files("missing.json", str(merges))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(GptlmError, match="cannot load a tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_gpt2_s_own_ids(shared):
+    folder = shared / "data" / "gpt2-tokenizer"
+    tokenizer = load_tokenizer(str(folder))
+    assert (len(tokenizer), tokenizer.eos_token_id) == (50257, 50256)
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    assert tokenizer.backend_tokenizer.encode(EOS).ids == [27, 91, 437, 1659, 5239, 91, 29]  # OpenAI's own BPE

@@ -1,0 +1,100 @@
+"""Who may import whom: a folder imports from lower floors only, and inside a folder there are no circles."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "gptlm"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+FLOORS = {
+    "errors": -1,
+    "data": 0,
+    "model": 0,
+    "parallel": 0,
+    "config": 1,
+    "training": 1,
+    "inference": 1,
+    "recipes": 2,
+    "cli": 3,
+    "__main__": 4,
+    "__init__": -2,
+}
+
+
+def room(file: Path) -> str:
+    parts = file.relative_to(SOURCE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names below `gptlm` that `file` imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gptlm."):
+            found.add(node.module.removeprefix("gptlm."))
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("gptlm.") for alias in node.names if alias.name.startswith("gptlm.")}
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_a_room_imports_from_lower_floors_only(file):
+    own = room(file)
+    for name in imports(file):
+        other = name.split(".")[0]
+        assert other == own or FLOORS[other] < FLOORS[own], (
+            f"{own} imports {other}: floor {FLOORS[own]} <- {FLOORS[other]}"
+        )
+
+
+@pytest.mark.parametrize("folder", sorted(p.parent for p in SOURCE.rglob("__init__.py") if p.parent != SOURCE))
+def test_no_circles_inside_a_folder(folder):
+    graph = {
+        f.stem: {n.split(".")[1] for n in imports(f) if n.startswith(f"{folder.name}.")} for f in folder.glob("*.py")
+    }
+    order = list(TopologicalSorter(graph).static_order())
+    assert len(order) == len(graph)
+
+
+def test_leaves_know_neither_ranks_nor_config():
+    for folder in ("model", "data"):
+        for file in (SOURCE / folder).glob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            for word in ("world_size", "deepspeed", "torch.distributed", "_degree"):
+                assert word not in text, f"{file.name} speaks of {word}"
+
+
+def test_scripts_are_thin():
+    for file in SCRIPTS.glob("*.py"):
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 30, file.name
+
+
+def test_foreign_words_occur_in_the_spellings_only():
+    from gptlm.cli import COMMANDS
+
+    flags = {flag for command in COMMANDS.values() for flag in command.vocabulary.flags()}
+    renamed = {word for command in COMMANDS.values() for word in command.vocabulary.renamed}
+    foreign = {word for word in renamed - flags if "_" in word}
+    foreign -= {"eval_strategy", "max_new_tokens"}  # also HuggingFace's own words, which are handed to HuggingFace
+    assert len(foreign) > 10
+    for file in FILES:
+        if file.name == "spellings.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            word = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)
+            assert not (isinstance(word, str) and word in foreign), f"{file.name} says {word}"
+
+
+def test_the_door_imports_nothing_heavy():
+    code = (
+        "import sys, gptlm.cli; print([m for m in ('torch','transformers','datasets','deepspeed') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
