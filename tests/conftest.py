@@ -45,7 +45,7 @@ def write_tokens(prefix: Path, *, layout: str = "mmap", documents: int = 120, vo
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A folder with random GPT-2 weights: 2 layers, 32 wide, 2 heads, 500 entries, 64 positions, saved by stock code."""
+    """A folder with random GPT-2 weights from stock code: 2 layers, 32 wide, 2 heads, 500 entries, 64 positions."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

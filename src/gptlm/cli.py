@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, parse_pretrain
@@ -87,6 +88,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # whatever the locale: texts are UTF-8, odd bytes in paths pass through
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")

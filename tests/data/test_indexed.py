@@ -26,7 +26,7 @@ def write(prefix, documents, vocab_size=100, layout="mmap"):
 
 
 def test_mmap_bytes_by_hand(tmp_path):
-    """Megatron's layout: magic, version 1, dtype code 8, 2 sequences, 3 document entries, sizes, byte pointers, docs."""
+    """Magic, version 1, dtype code 8, 2 sequences, 3 document entries, sizes, byte pointers, documents."""
     write(tmp_path / "a", [[1, 2, 3], [4, 5]])
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<5H", 1, 2, 3, 4, 5)
     assert (tmp_path / "a.idx").read_bytes() == (

@@ -11,8 +11,7 @@ from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import IndexedTokensWriter
 from gptlm.data.splits import build_split, check_ids, default_cache_folders, open_corpora
 from gptlm.errors import GptlmError
-
-from ..conftest import write_tokens
+from tests.conftest import write_tokens
 
 
 def build(corpora, cache, split="train", num_samples=50, seq_length=16):

@@ -106,7 +106,9 @@ class TrainingArguments:
     decay_steps: float | None = arg(None, "step at which the lowest learning rate is reached; unset: max_steps")
     lr_end: float = arg(1e-7, "last learning rate of the polynomial schedule")
     power: float = arg(1.0, "exponent of the polynomial schedule")
-    optim: str = arg("adamw", "optimizer", choices=("adamw", "adamw_torch", "adamw_torch_fused"))
+    optim: str = arg(
+        "adamw", "optimizer; all three names are AdamW", choices=("adamw", "adamw_torch", "adamw_torch_fused")
+    )
     weight_decay: float = arg(0.0, "decoupled weight decay; biases and layer norms have none")
     adam_beta1: float = arg(0.9, "decay of the first moment")
     adam_beta2: float = arg(0.999, "decay of the second moment")

@@ -83,7 +83,7 @@ class DemoArguments:
     """The whole way on this machine's own text."""
 
     output_dir: str = arg("demo", "folder for everything the demo makes")
-    max_steps: int = arg(450, "optimizer steps")
+    max_steps: int = arg(400, "optimizer steps")
     workers: int = arg(2, "processes that encode")
 
 

@@ -268,7 +268,8 @@ class IndexedTokensWriter:
             "max_id": self.highest,
         }
         metadata_temporary = _temporary(metadata_path(self.prefix))
-        metadata_temporary.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # ASCII escapes: under a C locale a path may hold bytes that UTF-8 text cannot
+        metadata_temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         # The index last: without it the pair does not open.
         self.index_path.unlink(missing_ok=True)
         os.replace(_temporary(self.tokens_path), self.tokens_path)

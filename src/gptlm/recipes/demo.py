@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def _write_corpus(path: Path) -> int:
 
 def _documents() -> Iterator[str]:
     """The language reference's topics and every docstring of the standard library, in a fixed order."""
-    yield from (topics.topics[name] for name in sorted(topics.topics))
+    yield from (_unwrapped(topics.topics[name]) for name in sorted(topics.topics))
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.rglob("*.py")):
         if {"site-packages", "test", "tests", "lib2to3"} & set(file.parts):
@@ -58,7 +59,12 @@ def _documents() -> Iterator[str]:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node)
                 if text and len(text) >= SHORTEST:
-                    yield text
+                    yield _unwrapped(text)
+
+
+def _unwrapped(text: str) -> str:
+    """The text with the line breaks inside its paragraphs undone; indented lines are code and stay."""
+    return re.sub(r"(?<=\S)\n(?=[A-Za-z(`'\"])", " ", text)
 
 
 def _say(script: str, words: list[str]) -> list[str]:
@@ -84,11 +90,11 @@ def _preprocess_words(folder: Path, workers: int) -> list[str]:
 def _pretrain_words(folder: Path, steps: int) -> list[str]:
     tenth = max(1, steps // 10)
     return [
-        *("--num_hidden_layers", "4", "--hidden_size", "192", "--num_attention_heads", "6"),
+        *("--num_hidden_layers", "3", "--hidden_size", "256", "--num_attention_heads", "4"),
         *("--vocab_size", str(VOCABULARY), "--max_seq_length", "128", "--input_dir", f"{folder}/data"),
         *("--output_dir", f"{folder}/model", "--overwrite_output_dir", "--split", "90,8,2"),
         *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
-        *("--max_steps", str(steps), "--learning_rate", "4e-3", "--min_learning_rate", "2e-4"),
+        *("--max_steps", str(steps), "--learning_rate", "2e-3", "--min_learning_rate", "2e-4"),
         *("--lr_scheduler_type", "cosine", "--warmup_steps", str(tenth), "--weight_decay", "0.1"),
         *("--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0"),
         *("--logging_steps", str(tenth), "--eval_steps", str(tenth * 5), "--save_steps", str(steps)),

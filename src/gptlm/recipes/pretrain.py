@@ -127,6 +127,7 @@ def _trainer(
         consumed_steps=start.facts["global_step"] if start else 0,
         facts=facts,
         loss_scale=training.scale_loss,
+        keep=training.save_total_limit,
         process_memory=not training.skip_memory_metrics,
     )
 
@@ -164,12 +165,19 @@ def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpo
     metrics = {key: result.metrics[key] for key in kept}
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
     _report(trainer, "train", metrics)
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not evaluations:
-        return metrics
-    last = {key: value for key, value in evaluations[-1].items() if key.startswith("eval_")}
-    _report(trainer, "eval", last)
-    return metrics | last
+    evaluation = _evaluation_of_result(trainer)
+    if evaluation:
+        _report(trainer, "eval", evaluation)
+    return metrics | evaluation
+
+
+def _evaluation_of_result(trainer: PretrainTrainer) -> dict[str, float]:
+    """The noted evaluation of the weights that training ended with; empty if there was none."""
+    step = trainer.state.best_global_step if trainer.args.load_best_model_at_end else trainer.state.global_step
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry and entry["step"] == step:
+            return {key: value for key, value in entry.items() if key.startswith("eval_")}
+    return {}
 
 
 def _clear_output(run: PretrainRun, trainer: PretrainTrainer) -> None:

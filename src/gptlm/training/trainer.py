@@ -55,6 +55,7 @@ class PretrainTrainer(Trainer):
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
         facts: noted in each checkpoint's manifest.
         loss_scale: first value of fp16's dynamic loss scale.
+        keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         process_memory: add the process's memory to the log line.
     """
 
@@ -67,6 +68,7 @@ class PretrainTrainer(Trainer):
         consumed_steps: int = 0,
         facts: dict[str, Any] | None = None,
         loss_scale: float = 32768.0,
+        keep: int | None = None,
         process_memory: bool = False,
         **kwargs: Any,
     ):
@@ -74,6 +76,7 @@ class PretrainTrainer(Trainer):
         self.schedule = schedule
         self.start_samples, self.start_step = consumed_samples, consumed_steps
         self.facts = facts or {}
+        self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
         self.process_memory = process_memory
         self.throughput = Throughput(
             samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
@@ -200,8 +203,8 @@ class PretrainTrainer(Trainer):
                 final = checkpoint.commit(staging, self._manifest())
                 logger.info("checkpoint written to %s", final)
                 best = self.state.best_model_checkpoint
-                for old in checkpoint.rotate(output_dir, self.args.save_total_limit, Path(best) if best else None):
-                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.args.save_total_limit)
+                for old in checkpoint.rotate(output_dir, self.keep, Path(best) if best else None):
+                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
             self._barrier()
         except OSError as error:
             raise GptlmError(

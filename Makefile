@@ -1,0 +1,42 @@
+# `make test` and `make demo` do all their own set-up; nothing else needs to be installed first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install test test-slow demo lint format clean
+help:
+	@echo "make demo       the whole way on this machine's own text: tokenizer, data, pretraining, continuations"
+	@echo "make test       ruff, mypy and pytest (default and 2-4 process tests)"
+	@echo "make test-slow  larger layouts and long campaigns"
+	@echo "make install    only create $(VENV) and install"
+	@echo "make format     let ruff format the code"
+
+install: $(STAMP)
+$(STAMP): pyproject.toml requirements/constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "gptlm needs Python 3.11 or newer: make PYTHON=python3.11"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c requirements/constraints.txt torch==2.13.0
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+demo: $(STAMP)
+	$(BIN)/python scripts/demo.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,194 @@
+"""Resolving a run: what follows from what was typed, and what is impossible."""
+
+import json
+import shlex
+
+import pytest
+
+from gptlm.config.run import parse_pretrain, with_epochs_counted
+from gptlm.errors import UsageError
+
+README = (
+    '--model_name_or_path gpt2-medium-en --tokenizer_name_or_path gpt2-medium-en --input_dir "./data" --output_dir out '
+    "--split 949,50,1 --max_seq_length 1024 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 "
+    "--tensor_parallel_degree 1 --pipeline_parallel_degree 1 --sequence_parallel 0 --fuse_attention_qkv 0 "
+    '--use_flash_attention 0 --fp16 --fp16_opt_level "O2" --scale_loss 1024 --learning_rate 0.00001 '
+    "--min_learning_rate 0.000005 --max_steps 10000 --save_steps 5000 --weight_decay 0.01 --warmup_ratio 0.01 "
+    "--max_grad_norm 1.0 --logging_steps 1 --continue_training --dataloader_num_workers 1 --sharding stage2 "
+    "--eval_steps 1000 --report_to visualdl --disable_tqdm true --recompute 1 --gradient_accumulation_steps 2 "
+    "--do_train --do_eval --device gpu"
+)
+
+
+def resolve(text, world=None, printing=True):
+    argv = shlex.split(text) + (["--world_size", str(world)] if world else [])
+    return json.loads(parse_pretrain(argv, {}, printing=printing).as_json())
+
+
+def refused(text, says, world=None, printing=False):
+    with pytest.raises(UsageError, match=says):
+        argv = shlex.split(text) + (["--world_size", str(world)] if world else [])
+        parse_pretrain(argv, {}, printing=printing or world is not None)
+
+
+BASE = "--input_dir d --output_dir o --max_steps 100 "
+
+
+def test_paddlenlp_s_readme_command_on_eight_processes():
+    found = resolve(README, world=8)
+    run = found["run"]
+    wanted = {
+        "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
+        "vocab_size": 50304, "max_position_embeddings": 1024, "world_size": 8, "data_parallel_degree": 8,
+        "local_batch_size": 2, "global_batch_size": 16, "sharding": "stage2", "sharding_parallel_degree": 8,
+        "warmup_steps": 100, "decay_steps": 10000, "fp16": True, "bf16": False, "fp16_opt_level": "O2",
+        "scale_loss": 1024, "recompute": True, "recompute_granularity": "full", "eval_steps": 1000, "seed": 42,
+        "data_order": "paddlenlp", "sequence_parallel": False, "virtual_pp_degree": 1,
+    }  # fmt: skip
+    assert {name: run[name] for name in wanted} == wanted
+    assert isinstance(run["warmup_steps"], int) and set(run) == set(found["from"])
+    assert found["from"]["hidden_size"] == "preset gpt2-medium-en"
+    assert found["from"]["global_batch_size"] == "derived: 1 x 2 x 8"
+    assert found["from"]["learning_rate"] == "--learning_rate" and found["from"]["adam_beta1"] == "default"
+    assert sum("use_flash_attention" in note for note in found["notes"]) == 1
+
+
+def test_one_process_has_nothing_to_shard():
+    found = resolve(README)
+    assert found["run"]["sharding_parallel_degree"] == 1
+    assert any("--sharding stage2 has no effect" in note for note in found["notes"])
+    assert parse_pretrain(shlex.split(README), {}).refusals == ()
+
+
+def test_what_is_not_built_is_refused_by_name():
+    for flags, world, name in (
+        ("--tensor_parallel_degree 2", 2, "tensor_parallel_degree 2"),
+        ("--pipeline_parallel_degree 2", 2, "pipeline_parallel_degree 2"),
+        ("--sharding stage2", 2, "sharding 'stage2'"),
+        ("--sharding 'stage2 offload'", 1, "offload"),
+        ("--deepspeed f.json", 1, "deepspeed"),
+    ):
+        run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
+        assert len(run.refusals) == 1 and name in run.refusals[0]
+
+
+def test_the_world_comes_from_the_launcher():
+    run = parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "4"})
+    assert (run.dims.world, run.dims.data, run.sources["world_size"]) == (4, 4, "WORLD_SIZE")
+    refused(BASE + "--world_size 4", "print_config only")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--tensor_parallel_degree 2", "torchrun --nproc_per_node 2"),
+        ("--fp16 --bf16", "At most one of fp16 and bf16"),
+        ("--device npu", "'npu'"),
+        ("--report_to tensorbord", "tensorbord"),
+        ("--split 1;2", "split"),
+        ("--per_device_train_batch_size 0", "--per_device_train_batch_size 0"),
+        ("--micro_batch_size 0", "--micro_batch_size 0"),
+        ("--learning_rate nan", "learning_rate"),
+        ("--warmup_ratio 1.5", "between 0 and 1"),
+        ("--max_steps 0", "max_steps 0"),
+        ("--sharding stage9", "stage9"),
+        ("--sharding offload", "exactly one"),
+        ("--sharding_parallel_config x", "'x' is unknown"),
+        ("--sharding stage1 --deepspeed f.json", "give one"),
+        ("--max_seq_length 2048 --max_position_embeddings 1024", "2048.*1024"),
+        ("--hidden_size 10 --num_attention_heads 4 --num_hidden_layers 1", "multiple"),
+        ("--num_attention_heads 0", "num_attention_heads"),
+        ("--model_name_or_path gpt2-mediun", "did you mean gpt2-medium"),
+        ("--model_name_or_path gpt3-13B-en --continue_training", "size only"),
+        ("--continue_training --num_hidden_layers 3", "contradicts the weights"),
+        ("--continue_training --max_seq_length 2048", "position table of 1024"),
+        ("--load_best_model_at_end", "load_best_model_at_end"),
+        ("--load_best_model_at_end --do_train --do_eval --eval_steps 30 --save_steps 50", "multiple"),
+        ("--resume_from_checkpoint false", "overwrite_output_dir"),
+        ("--optim adafactor", "adafactor"),
+        ("--seed -1", "seed"),
+    ],
+)
+def test_impossible_runs(flags, says):
+    refused(BASE + flags, says)
+
+
+@pytest.mark.parametrize("missing", ["input_dir", "output_dir"])
+def test_folders_must_be_given_to_run_but_not_to_print(missing):
+    text = " ".join(f"--{name} x" for name in ("input_dir", "output_dir") if name != missing) + " --max_steps 1"
+    refused(text, f"--{missing} is missing")
+    assert any(missing in note for note in resolve(text)["notes"])
+
+
+def test_degrees_over_eight_processes():
+    run = resolve(BASE + "--tensor_parallel_degree 2 --pipeline_parallel_degree 2 --sharding stage1", world=8)["run"]
+    assert (run["data_parallel_degree"], run["sharding_parallel_degree"]) == (2, 2)
+    refused(BASE + "--pipeline_parallel_degree 2 --sharding stage2", "please using sharding stage1", world=4)
+    refused(BASE + "--tensor_parallel_degree 3 --num_attention_heads 16", "multiple of tensor", world=3)
+    refused(BASE + "--sharding stage1 --sharding_parallel_degree 3", "does not divide the 4", world=4)
+    assert resolve(BASE + "--tensor_parallel_degree -1", world=2)["run"]["tensor_parallel_degree"] == 1
+
+
+def test_vocabulary_and_positions(tiny_model, tmp_path):
+    def sizes(flags):
+        run = resolve(BASE + flags)["run"]
+        return run["vocab_size"], run["max_position_embeddings"]
+
+    assert sizes("--model_name_or_path gpt2-en") == (50304, 1024)  # 50257 rounded up to 128 for random weights
+    assert sizes("--model_name_or_path gpt2-en --continue_training") == (50257, 1024)
+    assert sizes("--model_name_or_path gpt2-en --max_seq_length 2048") == (50304, 2048)
+    assert sizes("--model_name_or_path gpt3-175B-en") == (51200, 1024)
+    assert sizes("--model_name_or_path gpt3-13B-en.json") == (50304, 1024)
+    folder = f"--model_name_or_path {tiny_model} --max_seq_length 64"
+    assert sizes(folder) == (500, 64)
+    assert sizes(folder + " --continue_training --vocab_size 512") == (512, 64)
+    refused(BASE + folder + " --continue_training --vocab_size 499", "below the 500")
+    flags = "--num_hidden_layers 2 --hidden_size 8 --num_attention_heads 2 --max_seq_length 16"
+    assert sizes(flags) == (50304, 16)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 200}')
+    assert sizes(f"{flags} --tokenizer_name_or_path {tmp_path}") == (256, 16)
+    run = resolve(BASE + flags)["run"]
+    assert (run["intermediate_size"], run["num_hidden_layers"]) == (32, 2)
+
+
+def test_warm_up():
+    assert resolve(BASE + "--warmup_ratio 0.05")["run"]["warmup_steps"] == 5
+    assert resolve(BASE + "--warmup_rate 0.05 --decay_steps 40")["run"]["warmup_steps"] == 2
+    found = resolve(BASE + "--warmup_ratio 0.05 --warmup_steps 30")
+    assert found["run"]["warmup_steps"] == 30 and any("warmup_steps 30 wins" in note for note in found["notes"])
+
+
+def test_what_is_done_when_nothing_is_said():
+    assert resolve(BASE)["run"]["do_train"] is True
+    assert resolve(BASE + "--do_eval")["run"]["do_train"] is False
+    run = resolve(BASE + "--do_train --do_eval --logging_steps 7")["run"]
+    assert (run["evaluation_strategy"], run["eval_steps"]) == ("steps", 7)
+    assert resolve(BASE + "--do_train")["run"]["eval_steps"] is None
+
+
+def test_epochs_become_steps_when_the_data_is_known():
+    run = parse_pretrain(
+        shlex.split("--input_dir d --output_dir o --num_train_epochs 2.5 --warmup_ratio 0.1 --save_strategy epoch"), {}
+    )
+    assert run.training.max_steps == -1 and run.training.decay_steps is None
+    counted = with_epochs_counted(run, 40)
+    assert (counted.training.max_steps, counted.training.warmup_steps, counted.training.decay_steps) == (100, 10, 100)
+    assert (counted.training.save_strategy, counted.training.save_steps) == ("steps", 40)
+    assert counted.sources["max_steps"] == "derived: 2.5 x 40 steps per epoch"
+
+
+def test_found_commands_parse(shared, tmp_path, monkeypatch):
+    """Real pretraining commands and argument files, at 8 processes; the one with an unset shell variable aside."""
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for case in json.loads((shared / "cases" / "paddlenlp" / "commands.json").read_text()):
+        if not case["script"].startswith("run_pretrain"):
+            continue
+        text = case["text"].replace("${task_name4_single}", "gpt2-medium-en")
+        if case["kind"] == "json":
+            (tmp_path / "args.json").write_text(text)
+            text = "args.json"
+        run = resolve(text, world=8)["run"]
+        assert run["world_size"] == 8 and run["global_batch_size"] >= 1
+        count += 1
+    assert count >= 16

@@ -1,0 +1,358 @@
+"""Pretraining in one process: losses by hand, exact resume, files, and bad input refused before a model exists."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from gptlm.config.run import parse_pretrain
+from gptlm.data.cache import IndexCache
+from gptlm.data.collate import collate_blocks
+from gptlm.data.splits import build_split, open_corpora
+from gptlm.errors import GptlmError
+from gptlm.recipes import pretrain_model
+from gptlm.recipes.pretrain import pretrain
+from gptlm.training.logging import start_logging
+from tests.conftest import write_tokens
+
+BASE = (
+    "--max_seq_length 16 --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_steps 6 --eval_iters 2 "
+    "--logging_steps 1 --save_steps 3 --eval_steps 3 --learning_rate 1e-2 --min_learning_rate 1e-3 --split 80,10,10 "
+    "--warmup_steps 2 --weight_decay 0.1 --do_train --do_eval --device cpu --disable_tqdm --report_to none"
+).split()
+
+
+@pytest.fixture
+def train(tiny_model, corpus_folder, tmp_path):
+    """Run with BASE and more words; returns metrics and the log history."""
+
+    def run(*words, output="out", data=None, model=tiny_model):
+        folder = tmp_path / output
+        argv = [
+            *BASE,
+            "--model_name_or_path",
+            model,
+            "--input_dir",
+            data or corpus_folder / "mmap",
+            "--output_dir",
+            folder,
+        ]
+        argv += ["--continue_training", *words]
+        metrics = pretrain(parse_pretrain([str(word) for word in argv], {}))
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        return metrics, history
+
+    return run
+
+
+def losses(history):
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=None):
+    """An independent plain loop on stock GPT-2: losses of each step, eval loss before training, final weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.attn_pdrop = 0.0
+    model.train()
+    corpora = open_corpora(str(data_folder), "80,10,10")
+    train = build_split(
+        corpora, "train", num_samples=steps * batch * accumulation, seq_length=16, seed=42, cache=IndexCache([])
+    )
+    decayed = [p for name, p in model.named_parameters() if "bias" not in name and "ln_" not in name]
+    rest = [p for name, p in model.named_parameters() if "bias" in name or "ln_" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    found = []
+    for step in range(steps):
+        rate = 1e-2 * (step + 1) / 2 if step + 1 <= 2 else 1e-3 + (1 - (step - 1) / 4) * 9e-3
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        tokens = torch.tensor(np.stack([train[step * batch * accumulation + i] for i in range(batch * accumulation)]))
+        logits = model(tokens[:, :-1]).logits
+        targets = tokens[:, 1:]
+        if masked is not None:
+            targets = torch.where(targets < masked, -100, targets)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found, model.state_dict()
+
+
+NO_DROPOUT = ("--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0")
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_losses_and_weights_equal_a_plain_loop(train, tiny_model, corpus_folder, tmp_path, batch, accumulation):
+    """1 x 4 == 2 x 2 == 4 x 1 == cross-entropy and AdamW by hand: order, shift, schedule, decay groups, clipping."""
+    _, history = train(
+        *NO_DROPOUT, "--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulation
+    )
+    wanted, final = reference_run(tiny_model, corpus_folder / "mmap", 6, batch, accumulation)
+    assert losses(history) == pytest.approx(wanted, abs=2e-5)
+    for name, tensor in weights(tmp_path / "out").items():
+        torch.testing.assert_close(tensor, final[name], rtol=0, atol=1e-4)
+
+
+def test_masked_labels_count_only_what_is_left(train, tiny_model, corpus_folder, monkeypatch):
+    """Half of the targets ignored: the mean is over the rest of the whole accumulated batch."""
+
+    def masking(blocks):
+        batch = collate_blocks(blocks)
+        targets = torch.where(batch["labels"] < 250, -100, batch["labels"])
+        return {**batch, "labels": targets, "shift_labels": targets}
+
+    monkeypatch.setattr("gptlm.recipes.pretrain.collate_blocks", masking)
+    _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
+    wanted, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2, masked=250)
+    assert losses(history) == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize("loss_type", [None, "ForCausalLM"])
+def test_the_loss_does_not_depend_on_transformers_loss_type(train, tiny_model, corpus_folder, monkeypatch, loss_type):
+    original = pretrain_model.make_model
+
+    def make(run, tokenizer):
+        model = original(run, tokenizer)
+        model.loss_type = loss_type
+        return model
+
+    monkeypatch.setattr("gptlm.recipes.pretrain.make_model", make)
+    _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
+    wanted, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2)
+    assert losses(history)[0] == pytest.approx(wanted[0], abs=1e-6)
+
+
+def test_evaluation_is_cross_entropy_on_the_same_windows(train, tmp_path, corpus_folder):
+    metrics, history = train(*NO_DROPOUT, "--eval_on_start", "--learning_rate", "0", "--min_learning_rate", "0")
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert len(evaluations) == 3 and len(set(evaluations)) == 1  # weights stand still, so must the windows
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    corpora = open_corpora(str(corpus_folder / "mmap"), "80,10,10")
+    for split, samples, size in (("valid", 2 * 2 * 3, 4), ("test", 2 * 2 * 10, 40)):
+        dataset = build_split(corpora, split, num_samples=samples, seq_length=16, seed=42, cache=IndexCache([]))
+        tokens = torch.tensor(np.stack([dataset[i] for i in range(size)]))
+        by_hand = F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+        name = {"valid": "eval_loss", "test": "test_loss"}[split]
+        assert metrics[name] == pytest.approx(by_hand, abs=1e-5)
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(train, tmp_path):
+    dropout = ("--hidden_dropout_prob", "0.1", "--attention_probs_dropout_prob", "0.1")
+    options = (*dropout, "--gradient_accumulation_steps", "2", "--dataloader_num_workers", "1")
+    _, whole = train(*options)
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-6")
+    (tmp_path / "again" / "model.safetensors").unlink()
+    _, resumed = train(*options, output="again")
+    assert losses(resumed) == losses(whole)
+    for key in ("learning_rate", "progress_or_epoch", "grad_norm"):
+        assert [e[key] for e in resumed if "loss" in e] == [e[key] for e in whole if "loss" in e]
+    assert equal(weights(tmp_path / "out"), weights(tmp_path / "again"))
+
+
+def test_resuming_under_another_batch_goes_on_at_the_consumed_sample(train, tmp_path, capsys):
+    train(*NO_DROPOUT)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
+    manifest = json.loads((tmp_path / "out" / "checkpoint-6" / "manifest.json").read_text())
+    assert manifest["consumed_samples"] == 3 * 2 + 3 * 4
+    assert "step 3, 6 samples consumed" in capsys.readouterr().out
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(train, tmp_path, capsys):
+    _, whole = train(*NO_DROPOUT)
+    newest = tmp_path / "out" / "checkpoint-6" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:100])
+    _, resumed = train(*NO_DROPOUT)
+    out = capsys.readouterr().out
+    assert "checkpoint-6 is damaged: model.safetensors" in out and "resuming from" in out
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_finished_run_is_not_trained_again(train, tmp_path, capsys):
+    first, _ = train()
+    before = weights(tmp_path / "out")
+    metrics, _ = train()
+    assert "nothing to train" in capsys.readouterr().out
+    assert equal(before, weights(tmp_path / "out"))
+    assert metrics["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
+
+
+def test_overwriting_starts_anew_and_removes_old_checkpoints(train, tmp_path):
+    train("--max_steps", "9")
+    _, history = train("--overwrite_output_dir")
+    assert len(losses(history)) == 6
+    assert sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_a_model_without_checkpoints_is_not_overwritten(train, tmp_path):
+    train("--save_strategy", "no")
+    before = weights(tmp_path / "out")
+    with pytest.raises(GptlmError, match="--overwrite_output_dir"):
+        train()
+    assert equal(before, weights(tmp_path / "out"))
+
+
+def test_explicit_checkpoints(train, tmp_path):
+    _, whole = train(*NO_DROPOUT)
+    _, resumed = train(*NO_DROPOUT, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-3", output="other")
+    assert losses(resumed) == losses(whole)
+    train("--resume_from_checkpoint", "true", output="fresh")  # the first start of a job that restarts itself
+    with pytest.raises(GptlmError, match="checkpoint-99 does not exist"):
+        train("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-99", output="other2")
+
+
+def test_weights_only_checkpoints_cannot_be_resumed(train, tmp_path):
+    train("--ignore_save_lr_and_optim", "--max_steps", "3")
+    with pytest.raises(GptlmError, match="weights only"):
+        train("--ignore_save_lr_and_optim")
+
+
+def test_best_model_at_the_end(train, tmp_path):
+    """A learning rate that ruins the weights: the best evaluation is an earlier one, and its weights are kept."""
+    options = (
+        "--load_best_model_at_end",
+        "--learning_rate",
+        "3",
+        "--lr_scheduler_type",
+        "constant",
+        "--save_total_limit",
+        "1",
+    )
+    _, history = train(*options, "--save_steps", "1", "--eval_steps", "1")
+    evaluations = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    best = min(evaluations, key=evaluations.get)
+    assert best < 6
+    folders = {p.name for p in (tmp_path / "out").glob("checkpoint-*")}
+    assert folders == {f"checkpoint-{best}", "checkpoint-6"}
+    assert equal(weights(tmp_path / "out"), weights(tmp_path / "out" / f"checkpoint-{best}"))
+
+
+def test_files_fields_and_words_scripts_look_for(train, tmp_path, capsys):
+    metrics, history = train("--report_to", "tensorboard", "--skip_memory_metrics", "0", "--do_predict")
+    out = tmp_path / "out"
+    assert set(json.loads((out / "train_results.json").read_text())) == {
+        "progress_or_epoch", "train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+    }  # fmt: skip
+    everything = json.loads((out / "all_results.json").read_text())
+    assert everything["test_loss"] == metrics["test_loss"] and everything["eval_loss"] == metrics["eval_loss"]
+    assert len(list(out.glob("runs/*/events.out.tfevents*"))) >= 1
+    lines = capsys.readouterr().out
+    for word in ("global_step: 6", "loss: ", "interval_samples_per_second: ", "interval_tokens_per_second_per_device: ",
+                 "***** Running training *****", "***** train metrics *****", "***** test metrics *****",
+                 "Effective Tokens per second: ", "cpu_mem_used: "):  # fmt: skip
+        assert word in lines, word
+    assert "weights from" in lines.splitlines()[0]
+    line = next(line for line in lines.splitlines() if "global_step: 1," in line)
+    fields = [field.split(":")[0] for field in line.split(" - ")[1].split(", ")]
+    assert fields == [
+        "loss", "learning_rate", "global_step", "interval_runtime", "interval_samples_per_second",
+        "interval_tokens_per_second_per_device", "interval_steps_per_second", "cpu_mem_used", "cpu_mem_used_peak",
+        "progress_or_epoch",
+    ]  # fmt: skip
+    assert history[0]["learning_rate"] == 1e-2  # the next step's, as PaddleNLP prints it: 1e-2 x 2 / 2
+
+
+def test_visualdl_without_visualdl_is_tensorboard_with_one_line(train, tmp_path, capsys):
+    train("--report_to", "visualdl")
+    assert capsys.readouterr().out.count("visualdl is not installed") == 1
+    assert list(tmp_path.glob("out/runs/*/events.out.tfevents*"))
+
+
+def test_weights_that_are_not_used_are_said_loudly(train, tiny_model, capsys):
+    train("--continue_training", "0")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("random initialisation")
+    assert "WARNING" in lines[1] and "RANDOM" in lines[1] and str(tiny_model) in lines[1]
+
+
+def test_half_precision_and_gpu_on_a_cpu_are_one_loud_line_each(train, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    train("--device", "gpu", "--fp16", "--fp16_opt_level", "O2", "--sharding", "stage2", "--recompute", "1")
+    lines = capsys.readouterr().out
+    assert lines.count("no GPU is visible") == 1 and lines.count("half precision is not used on a CPU") == 1
+    assert lines.count("--sharding stage2 has no effect") == 1
+
+
+def test_epochs_instead_of_steps(train, corpus_folder):
+    _, history = train("--max_steps", "-1", "--num_train_epochs", "0.5", "--save_strategy", "no")
+    corpora = open_corpora(str(corpus_folder / "mmap"), "80,10,10")
+    per_epoch = (corpora[0].token_count("train") - 1) // 16 // 2
+    assert len(losses(history)) == int(0.5 * per_epoch)
+
+
+def test_evaluation_alone_trains_nothing(tiny_model, corpus_folder, tmp_path):
+    argv = [word for word in BASE if word != "--do_train"]
+    argv += ["--model_name_or_path", tiny_model, "--continue_training", "--input_dir", corpus_folder / "mmap"]
+    metrics = pretrain(parse_pretrain([*map(str, argv), "--output_dir", str(tmp_path / "o")], {}))
+    assert metrics["eval_loss"] == pytest.approx(np.log(500), abs=0.3)
+    assert not list((tmp_path / "o").glob("*.safetensors"))
+
+
+def test_npy_data_and_blends_train(train, corpus_folder):
+    _, mmap = train(*NO_DROPOUT)
+    _, npy = train(*NO_DROPOUT, data=corpus_folder / "npy", output="npy")
+    assert losses(mmap) == losses(npy)
+    blend = f"0.3 {corpus_folder}/mmap/c 0.7 {corpus_folder}/npy/c"
+    train(data=blend, output="blend")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words", "says"),
+    [
+        (lambda p: (p / "c.bin").write_bytes((p / "c.bin").read_bytes()[:-4]), (), "c.bin is"),
+        (lambda p: (p / "c.idx").write_bytes(b""), (), "c.idx is 0 bytes"),
+        (lambda p: (p / "c.idx").unlink(), (), "c.idx does not exist"),
+        (lambda p: [f.unlink() for f in p.iterdir()], (), "holds no token files"),
+        (lambda p: None, ("--vocab_size", "400", "--continue_training", "0"), "vocabulary has 400"),
+        (lambda p: None, ("--split", "1,0,0"), "valid split is empty"),
+        (lambda p: None, ("--split", "1,1,0", "--do_predict"), "test split is empty"),
+        (lambda p: None, ("--max_seq_length", "64", "--split", "1000,1,1"), "valid split"),
+        (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "cannot load a tokenizer"),
+    ],
+)  # fmt: skip
+def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch, prepare, words, says):
+    def no_model(*arguments):
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr("gptlm.recipes.pretrain.make_model", no_model)
+    write_tokens(tmp_path / "d" / "c")
+    prepare(tmp_path / "d")
+    with pytest.raises(GptlmError, match=says) as caught:
+        train(*[word.format(data=tmp_path / "d") for word in words], data=tmp_path / "d")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_names_without_network_say_what_to_do(train, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(GptlmError, match="hf download openai-community/gpt2 --local-dir"):
+        train(model="gpt2-en")
+
+
+@pytest.fixture(autouse=True)
+def log_to_this_test(capsys):
+    start_logging(speaks=True)
+    yield
+    logging.getLogger("gptlm").handlers = []

@@ -1,0 +1,226 @@
+"""The commands as users type them, from text to continuations; the document's command, killed and resumed."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptlm.data.indexed import open_tokens
+from tests.config.test_run import README
+from tests.conftest import ROOT, run_script
+
+LETTERS = "".join(
+    f"Letter {i}\n\n" + f"the cat {i} sat on the mat and the dog {i % 7} sat on the log.\n\n" for i in range(200)
+)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder `我的 数据` with letters.txt, a tokenizer, and token files of both dialects, made by the scripts."""
+    folder = tmp_path_factory.mktemp("work") / "我的 数据"
+    folder.mkdir()
+    (folder / "letters.txt").write_text(LETTERS, encoding="utf-8")
+    trained = run_script(
+        "train_tokenizer", "--input_path", "letters.txt", "--output_dir", "tok", "--vocab_size", 300, cwd=folder
+    )
+    assert trained.returncode == 0, trained.stderr
+    return folder
+
+
+def preprocess(work, *words, **more):
+    result = run_script("preprocess_data", *words, cwd=work, **more)
+    return result
+
+
+def test_megatron_dialect(work):
+    result = preprocess(
+        work, *"--input letters.txt --output-prefix meg --vocab tok/vocab.json --merge-file tok/merges.txt".split(),
+        *"--tokenizer-type GPT2BPETokenizer --dataset-impl mmap --append-eod --json-key text --workers 2".split(),
+        *"--log-interval 50 --chunk-size 25".split(),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert {p.name for p in work.glob("meg*")} == {f"meg_text_document{s}" for s in (".bin", ".idx", ".meta.json")}
+    tokens = open_tokens(str(work / "meg_text_document"))
+    tokenizer = AutoTokenizer.from_pretrained(work / "tok")
+    documents = [part for part in LETTERS.split("\n\n") if part]
+    assert len(tokens) == len(documents)
+    assert tokens.get(3).tolist() == tokenizer(documents[3])["input_ids"] + [tokenizer.eos_token_id]
+    assert "--chunk-size has no effect here" in result.stdout and "Processed " in result.stdout
+    facts = json.loads((work / "meg_text_document.meta.json").read_text(encoding="utf-8"))
+    assert facts["vocab_size"] == len(tokenizer) and len(facts["tokenizer_fingerprint"]) == 16
+
+
+def test_paddlenlp_dialect_in_both_layouts(work):
+    base = "--model_name tok --tokenizer_name GPTTokenizer --data_format JSON --input_path letters.txt --append_eos"
+    for layout, names in (("mmap", {".bin", ".idx"}), ("npy", {"_ids.npy", "_idx.npz"})):
+        result = preprocess(work, *base.split(), "--output_prefix", f"pd_{layout}/letters", "--data_impl", layout)
+        assert result.returncode == 0, result.stderr
+        assert {p.name for p in (work / f"pd_{layout}").iterdir()} == {f"letters{s}" for s in names | {".meta.json"}}
+    first, second = (open_tokens(str(work / f"pd_{layout}" / "letters")) for layout in ("mmap", "npy"))
+    assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.sizes, second.sizes)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--input_path missing.jsonl --model_name tok", 1, "missing.jsonl: no file"),
+        ("--input_path bad.jsonl --model_name tok", 1, "bad.jsonl, line 2: broken JSON"),
+        ("--input_path bad.jsonl --model_name tok --workers 2", 1, "bad.jsonl, line 2: broken JSON"),
+        ("--input_path letters.txt", 2, "no tokenizer is named"),
+        ("--input_path letters.txt --vocab_file tok/vocab.json", 2, "--merge_file"),
+        ("--input_path letters.txt --model_name nowhere", 1, "nowhere is no folder"),
+        ("--input_path letters.txt --model_name tok --dataset_impl lazy", 2, "'lazy'"),
+        ("--input_path letters.txt --model_name tok --split-sentences", 2, "sentences"),
+        ("--input_path letters.txt --model_name tok --workerz 2", 2, "did you mean --workers"),
+        ("--model_name tok", 2, "--input_path is missing"),
+    ],
+)
+def test_bad_preprocessing_leaves_nothing(work, words, code, says):
+    (work / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    result = preprocess(work, *words.split(), "--output_prefix", "bad/x", environment={"HF_HUB_OFFLINE": "1"})
+    assert (result.returncode, says in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (work / "bad").exists() or list((work / "bad").iterdir()) == []
+
+
+def test_text_under_a_c_locale(work):
+    (work / "zh.jsonl").write_text('{"text": "今天天气很好"}\n' * 30, encoding="utf-8")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = preprocess(work, *"--input_path zh.jsonl --model_name tok --output_prefix zh/x".split(), environment=plain)
+    assert result.returncode == 0, result.stderr
+    tokens = open_tokens(str(work / "zh" / "x"))
+    assert AutoTokenizer.from_pretrained(work / "tok").decode(tokens.get(0)) == "今天天气很好"
+
+
+@pytest.fixture(scope="module")
+def model(work):
+    """`gpt2-medium-en`: a small local model under the name the document's command uses, with the trained tokenizer."""
+    from gptlm.model.build import new_model
+    from gptlm.model.presets import Shape
+
+    folder = work / "gpt2-medium-en"
+    tokenizer = AutoTokenizer.from_pretrained(work / "tok")
+    new_model(Shape(2, 32, 2, 64, 384, 64), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    base = "--model_name tok --input_path letters.txt --append_eos --output_prefix data/letters"
+    assert preprocess(work, *base.split()).returncode == 0
+    return folder
+
+
+SMALL = "--max_seq_length 16 --max_steps 12 --save_steps 4 --eval_steps 6 --learning_rate 1e-3 --split 80,10,10"
+
+
+def test_the_document_s_command_trains_is_killed_resumes_and_loads(work, model):
+    """Document 002's pretraining command unchanged but for its size: on one CPU process, in a fresh folder."""
+    words = [*shlex.split(README), *SMALL.split()]
+    whole = run_script("run_pretrain", *words, "--output_dir", "whole", cwd=work)
+    assert whole.returncode == 0, whole.stderr
+    assert "Traceback" not in whole.stderr and whole.stdout.splitlines()[0].endswith("weights from gpt2-medium-en")
+    for said in ("no GPU is visible", "half precision is not used", "--sharding stage2 has no effect"):
+        assert whole.stdout.count(said) == 1 or os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = [sys.executable, str(ROOT / "scripts" / "run_pretrain.py"), *words, "--output_dir", "killed"]
+    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # another number of threads adds up in another order
+    process = subprocess.Popen(command, cwd=work, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while not (work / "killed" / "checkpoint-4").exists() and time.time() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    for folder in (work / "killed").glob("checkpoint-1*"):  # should it have come far: it must still do some steps
+        shutil.rmtree(folder)
+    again = run_script("run_pretrain", *words, "--output_dir", "killed", cwd=work)
+    assert again.returncode == 0 and "resuming from killed/checkpoint-" in again.stdout, again.stderr
+    first, second = (AutoModelForCausalLM.from_pretrained(work / name) for name in ("whole", "killed"))
+    for (name, a), b in zip(first.state_dict().items(), second.state_dict().values()):
+        assert a.equal(b), name
+    assert AutoTokenizer.from_pretrained(work / "killed")("the cat")["input_ids"]
+    assert (work / "killed" / "train_results.json").is_file()
+
+
+def test_printing_the_run(work, model):
+    words = [*shlex.split(README), "--max_seq_length", 64, "--world_size", 8]
+    result = run_script("run_pretrain", *words, "--print_config", cwd=work)
+    assert result.returncode == 0 and result.stderr == ""
+    found = json.loads(result.stdout)
+    assert set(found) == {"run", "from", "notes"}
+    assert found["run"]["hidden_size"] == 32 and found["from"]["hidden_size"] == "gpt2-medium-en/config.json"
+    assert found["run"]["global_batch_size"] == 16 and found["run"]["data_cache"] is None
+    (work / "args.json").write_text(json.dumps({"max_steps": 5, "input_dir": "data", "output_dir": "o"}))
+    result = run_script("run_pretrain", "args.json", "--seed", 7, "--print_config", cwd=work)
+    found = json.loads(result.stdout)
+    assert (found["run"]["max_steps"], found["run"]["seed"], found["from"]["max_steps"]) == (5, 7, "args.json")
+
+
+def test_a_refused_command_says_why_on_stderr_alone(work):
+    for words in (["--max_stepz", "5"], ["--tensor_parallel_degree", "2", "--print_config"], ["--fp16", "--bf16"]):
+        result = run_script("run_pretrain", *words, cwd=work)
+        assert result.returncode == 2 and result.stdout == "" and "error: " in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_continuations(work, model):
+    """An over-fitted model continues its text; a batch gives what single prompts give."""
+    run = [
+        *"--num_hidden_layers 2 --hidden_size 64 --num_attention_heads 4 --max_seq_length 32".split(),
+        *"--vocab_size 384 --input_dir data --output_dir fit --max_steps 150 --learning_rate 1e-2".split(),
+        *"--split 1,0,0 --hidden_dropout_prob 0 --attention_probs_dropout_prob 0 --disable_tqdm --device cpu".split(),
+    ]
+    assert run_script("run_pretrain", *run, cwd=work).returncode == 0
+    prompts = ["the cat 5 sat on", "the", "Letter"]
+    outputs = []
+    for size in (1, 3):
+        words = ["--model_name_or_path", "fit", "--prompt", *prompts, "--batch_size", size, "--tgt_length", 20]
+        result = run_script(
+            "predict_generation", *words, "--output_file", f"o{size}.jsonl", "--device", "cpu", cwd=work
+        )
+        assert result.returncode == 0, result.stderr
+        lines = (work / f"o{size}.jsonl").read_text(encoding="utf-8").splitlines()
+        outputs.append([json.loads(line)["continuation"] for line in lines])
+    assert outputs[0] == outputs[1] and outputs[0][0].startswith(" the mat and the dog")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--model_name_or_path empty --prompt a", 1, "no model weights"),
+        ("--model_name_or_path nowhere --prompt a", 1, "neither a folder nor a built-in name"),
+        ("--model_name_or_path gpt3-13B-en --prompt a", 1, "size only"),
+        ("--prompt a", 1, "hf download TsinghuaAI/CPM-Generate"),
+        ("--model_name_or_path gpt2-medium-en --input_file nowhere.txt", 1, "nowhere.txt"),
+        ("--tgt_length 0", 2, "tgt_length"),
+    ],
+)
+def test_bad_predictions(work, model, words, code, says):
+    (work / "empty").mkdir(exist_ok=True)
+    result = run_script("predict_generation", *words.split(), cwd=work, environment={"HF_HUB_OFFLINE": "1"})
+    assert (result.returncode, says in result.stderr) == (code, True), result.stderr
+
+
+def test_help_and_unknown_commands():
+    for name in ("run_pretrain", "preprocess_data", "train_tokenizer", "predict_generation", "demo"):
+        result = run_script(name, "--help")
+        assert result.returncode == 0 and result.stdout.startswith(f"usage: {name}.py"), name
+    module = [sys.executable, "-m", "gptlm"]
+    assert subprocess.run([*module, "--help"], capture_output=True).returncode == 0
+    assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
+
+
+def test_the_demo_in_small(tmp_path):
+    result = run_script(
+        "demo", "--max_steps", 20, "--output_dir", tmp_path / "demo", environment={"OMP_NUM_THREADS": "2"}
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith("written: ") and "AutoModelForCausalLM" in lines[-1]
+    before, after = (float(word) for word in lines[-3].split() if word.replace(".", "").isdigit() and "." in word)
+    assert before == pytest.approx(math.log(2048), abs=0.3) and after < before - 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")

@@ -1,0 +1,54 @@
+"""Log lines in PaddleNLP's fields, order and rounding."""
+
+import logging
+
+from gptlm.training.logging import Throughput, log_line, start_logging, table, train_fields
+
+
+def test_the_training_line_in_paddlenlp_s_order():
+    fields = train_fields(
+        5.961434364318848,
+        0.00098041,
+        1,
+        0.00203,
+        gpu={"current_memory_allocated": 1.5},
+        speed={"interval_runtime": 0.0724, "interval_samples_per_second": 55.2356},
+        process={"cpu_mem_used": 100},
+    )
+    assert log_line(fields) == (
+        "loss: 5.96143436, learning_rate: 0.0009804, global_step: 1, current_memory_allocated: 1.5, "
+        "interval_runtime: 0.0724, interval_samples_per_second: 55.2356, cpu_mem_used: 100, progress_or_epoch: 0.002"
+    )
+
+
+def test_speed_is_what_the_clock_says(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("gptlm.training.logging.time.perf_counter", lambda: now[0])
+    speed = Throughput(samples_per_step=8, tokens_per_sample=128, world=2)
+    speed.restart(5)
+    now[0] = 14.0
+    assert speed.interval(7) == {
+        "interval_runtime": 4.0,
+        "interval_samples_per_second": 4.0,  # 8 x 2 steps / 4 s, whole job
+        "interval_tokens_per_second_per_device": 256.0,  # 4 x 128 / 2 processes
+        "interval_steps_per_second": 0.5,
+    }
+    now[0] = 15.0
+    assert speed.interval(8)["interval_runtime"] == 1.0
+
+
+def test_lines_on_stdout_have_stamp_and_level(capsys):
+    start_logging(speaks=True)
+    logging.getLogger("gptlm.x").info("loss: 1")
+    logging.getLogger("gptlm.x").warning("careful")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("] [    INFO] - loss: 1") and second.endswith("] [ WARNING] - careful")
+    start_logging(speaks=False)
+    logging.getLogger("gptlm.x").info("loss: 2")
+    assert capsys.readouterr().out == ""
+
+
+def test_tables_are_padded():
+    assert table("train", {"b": 1.5, "long_key": 12}) == [
+        "***** train metrics *****", "  b        = 1.5000", "  long_key =     12"
+    ]  # fmt: skip
