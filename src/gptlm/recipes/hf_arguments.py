@@ -57,7 +57,6 @@ def hf_arguments(run: PretrainRun, machine: Machine) -> TrainingArguments:
         dataloader_num_workers=training.dataloader_num_workers,
         ignore_data_skip=True,  # the sampler starts at the consumed sample
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
         log_level="error",
     )
     arguments.device  # noqa: B018 - starts the process group and counts the GPUs

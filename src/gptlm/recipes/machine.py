@@ -1,5 +1,6 @@
 """The machine a run meets: its device, its precision, its processes."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -68,9 +69,15 @@ def use_device(device: str, machine: Machine) -> None:
 
 @contextmanager
 def process_group_closed() -> Iterator[None]:
-    """Leave no process group behind: gloo aborts at exit otherwise."""
+    """Leave no process group behind: gloo's threads abort the process at exit otherwise.
+
+    What holds the group (the trainer, its wrapped model) must be out of reach when the block ends.
+    """
     try:
         yield
+        if dist.is_initialized():
+            dist.barrier()  # nobody takes the group from under another process
     finally:
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
+            gc.collect()  # the trainer is part of reference cycles
             dist.destroy_process_group()

@@ -11,10 +11,10 @@ from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.collate import collate_blocks
-from gptlm.data.splits import open_corpora
+from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
-from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
+from gptlm.recipes.machine import Machine, choose_machine, process_group_closed, use_device
 from gptlm.recipes.pretrain_data import (
     TEST_FACTOR,
     Datasets,
@@ -52,18 +52,26 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
     start = _starting_point(run)
     with process_group_closed():
-        arguments = hf_arguments(run, machine)
-        say_data(corpora)
-        datasets = build_datasets(run, corpora, arguments)
-        tokenizer = find_tokenizer(run, corpora)
-        _say_run(run)
-        trainer = _trainer(run, arguments, datasets, tokenizer, start)
-        metrics = _train(run, trainer, start) if training.do_train else {}
-        if training.do_eval and not training.do_train:
-            metrics |= _evaluate(trainer, "eval")
-        if training.do_eval or training.do_predict:
-            metrics |= _test(run, trainer, datasets)
-        _finish(run, trainer, metrics)
+        return _run(run, machine, corpora, start)
+
+
+def _run(
+    run: PretrainRun, machine: Machine, corpora: list[Corpus], start: checkpoint.Checkpoint | None
+) -> dict[str, float]:
+    """Everything that needs the process group."""
+    training = run.training
+    arguments = hf_arguments(run, machine)
+    say_data(corpora)
+    datasets = build_datasets(run, corpora, arguments)
+    tokenizer = find_tokenizer(run, corpora)
+    _say_run(run)
+    trainer = _trainer(run, arguments, datasets, tokenizer, start)
+    metrics = _train(run, trainer, start) if training.do_train else {}
+    if training.do_eval and not training.do_train:
+        metrics |= _evaluate(trainer, "eval")
+    if training.do_eval or training.do_predict:
+        metrics |= _test(run, trainer, datasets)
+    _finish(run, trainer, metrics)
     return metrics
 
 
