@@ -345,10 +345,14 @@ def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch,
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_names_without_network_say_what_to_do(train, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(GptlmError, match="hf download openai-community/gpt2 --local-dir"):
+def test_names_without_network_say_what_to_do_and_do_not_wait(train, tmp_path, monkeypatch):
+    """A closed port on this machine stands for the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(GptlmError, match="hf download openai-community/gpt2 --local-dir.*--continue_training 0"):
         train(model="gpt2-en")
+    with pytest.raises(GptlmError, match="neither a folder nor a built-in name"):
+        train("--tokenizer_name_or_path", "nowhere")
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,13 @@ def load_for_inference(source: str, device: torch.device) -> tuple[GPTLMHeadMode
     """The model in evaluation mode on `device`, and its tokenizer.
 
     Args:
-        source: a folder that holds both, or a hub id.
+        source: a folder that holds both.
 
     Raises:
         GptlmError: if weights or tokenizer are missing; random weights are never used.
     """
     folder = Path(source)
-    if folder.is_dir() and not has_weights(folder):
+    if not has_weights(folder):
         raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype=torch.float32)

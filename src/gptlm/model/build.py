@@ -1,6 +1,5 @@
-"""Make the network: with random weights of a given shape, or from a folder or hub id that holds weights."""
+"""Make the network: with random weights of a given shape, or from a folder that holds weights."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def load_model(
     attention_dropout: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> GPTLMHeadModel:
-    """The network with the weights in `source`, a local folder or a hub id.
+    """The network with the weights in the local folder `source`.
 
     Args:
         vocab_size: grow the embedding to this many rows (new rows N(0, initializer_range)); None keeps it.
@@ -79,15 +78,6 @@ def load_model(
     return model
 
 
-def no_download_message(name: str, hub_id: str) -> str:
-    """One sentence for a built-in name whose weights cannot be had."""
-    return (
-        f"the weights of {name} (hub id {hub_id}) are neither in the local cache nor could they be downloaded: on a "
-        f"machine with network run `hf download {hub_id} --local-dir DIR` and give --model_name_or_path DIR, or start "
-        "from random weights with --continue_training 0"
-    )
-
-
 def _check_supported(config: GPT2Config, source: str) -> None:
     for key, values in SUPPORTED.items():
         if getattr(config, key) not in values:
@@ -109,5 +99,4 @@ def _set_dropout(config: GPT2Config, hidden: float | None, attention: float | No
 
 def _unreadable(source: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    what = "folder" if Path(source).is_dir() else "hub model"
-    return f"cannot load model weights from the {what} {source}: {reason}"
+    return f"cannot load model weights from the folder {source}: {reason}"

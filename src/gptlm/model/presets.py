@@ -27,7 +27,8 @@ class Preset:
     hub_id: str | None = None
 
 
-GPT2 = Preset(Shape(12, 768, 12, 3072, 50257), "openai-community/gpt2")
+GPT2_HUB_ID = "openai-community/gpt2"
+GPT2 = Preset(Shape(12, 768, 12, 3072, 50257), GPT2_HUB_ID)
 GPT2_MEDIUM = Preset(Shape(24, 1024, 16, 4096, 50257), "openai-community/gpt2-medium")
 GPT2_LARGE = Preset(Shape(36, 1280, 20, 5120, 50257), "openai-community/gpt2-large")
 GPT2_XL = Preset(Shape(48, 1600, 25, 6400, 50257), "openai-community/gpt2-xl")

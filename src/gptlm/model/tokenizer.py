@@ -1,4 +1,4 @@
-"""Tokenizers: loading one by folder, hub id or GPT-2 vocabulary files, training one, recognising one again."""
+"""Tokenizers: loading one by folder or GPT-2 vocabulary files, training one, recognising one again."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ EOS = "<|endoftext|>"
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt) or behind a hub id.
+    """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt).
 
     Raises:
         GptlmError: if it cannot be loaded, or has no fast (`tokenizers`) form.

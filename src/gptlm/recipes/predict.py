@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.tools import DEFAULT_PROMPTS, PredictArguments
 from gptlm.errors import GptlmError
 from gptlm.inference.generation import Sampling, continue_prompts
 from gptlm.inference.loading import load_for_inference
-from gptlm.model.build import no_download_message
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.hub import hub_folder
 from gptlm.model.presets import PRESETS
 from gptlm.recipes.machine import choose_machine, use_device
 from gptlm.training.logging import start_logging
@@ -82,19 +84,16 @@ def _prompt_of(line: str, place: str) -> str:
         raise GptlmError(f"{place}: expected an object with the key {' or '.join(PROMPT_KEYS)}") from error
 
 
-def _load(arguments: PredictArguments, device: torch.device):
+def _load(arguments: PredictArguments, device: torch.device) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
     name = arguments.model_name_or_path
-    preset = PRESETS.get(name)
-    if Path(name).is_dir() or preset is None:
-        if not Path(name).is_dir():
-            raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name")
+    if Path(name).is_dir():
         return load_for_inference(name, device)
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name")
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
-    try:
-        return load_for_inference(preset.hub_id, device)
-    except GptlmError as error:
-        raise GptlmError(no_download_message(name, preset.hub_id)) from error
+    return load_for_inference(hub_folder(preset.hub_id, weights=True), device)
 
 
 def _write(path: Path, prompts: list[str], results: list[str]) -> None:

@@ -13,7 +13,8 @@ from gptlm.data.corpus import list_files, read_batches
 from gptlm.data.indexed import IndexedTokensWriter
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
 from gptlm.errors import GptlmError
-from gptlm.model.presets import PRESETS
+from gptlm.model.hub import hub_folder
+from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
 from gptlm.training.logging import start_logging
 
@@ -70,14 +71,13 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
     if Path(name).exists():
         return load_tokenizer(name), str(Path(name).resolve())
     preset = PRESETS.get(name)
-    hub_id = (preset.hub_id or "openai-community/gpt2") if preset else name
-    try:
-        return load_tokenizer(hub_id), hub_id
-    except GptlmError as error:
+    if preset is None and "/" not in name:
         raise GptlmError(
-            f"the tokenizer {name} is no folder here and could not be downloaded ({hub_id}); give a folder with "
-            "tokenizer.json, or --vocab_file and --merge_file"
-        ) from error
+            f"the tokenizer {name!r} is neither a folder nor a built-in name; give a folder with tokenizer.json, or "
+            "--vocab_file and --merge_file"
+        )
+    hub_id = (preset.hub_id or GPT2_HUB_ID) if preset else name
+    return load_tokenizer(hub_folder(hub_id, weights=False)), hub_id
 
 
 def _prefixes(job: PreprocessJob) -> list[str]:

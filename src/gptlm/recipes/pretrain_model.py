@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.run import PretrainRun
 from gptlm.data.splits import Corpus
 from gptlm.errors import GptlmError
-from gptlm.model.build import load_model, new_model, no_download_message
+from gptlm.model.build import load_model, new_model
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.presets import PRESETS
+from gptlm.model.hub import hub_folder
+from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,17 +34,19 @@ def say_start(run: PretrainRun) -> None:
 def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokenizerBase | None:
     """The tokenizer that was named, else the model's, else the one the data was made with, else None, which is said.
 
+    A built-in name may come without its tokenizer, where there is no network; training needs none.
+
     Raises:
-        GptlmError: if a folder that was named holds none, or the tokenizer has more entries than the model.
+        GptlmError: if what was named is no tokenizer, or the tokenizer has more entries than the model.
     """
     named = run.model.tokenizer_name_or_path
     tokenizer = None
     for candidate in [named] if named else _candidates(run, corpora):
         try:
-            tokenizer = load_tokenizer(_hub_id(candidate))
+            tokenizer = load_tokenizer(_folder(candidate))
             break
         except GptlmError as error:
-            if named and Path(named).is_dir():
+            if named and named.removesuffix(".json") not in PRESETS:
                 raise
             logger.warning("%s", error)
     if tokenizer is None:
@@ -76,11 +79,10 @@ def make_model(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None) -> G
 def _loaded(run: PretrainRun, hidden: float | None, attention: float | None) -> GPTLMHeadModel:
     weights = run.source.weights or ""
     try:
-        return load_model(weights, vocab_size=run.shape.vocab_size, hidden_dropout=hidden, attention_dropout=attention)
+        folder = hub_folder(weights, weights=True) if run.source.kind == "preset" else weights
     except GptlmError as error:
-        if run.source.kind != "preset":
-            raise
-        raise GptlmError(no_download_message(run.model.model_name_or_path or "", weights)) from error
+        raise GptlmError(f"{error}, or start from random weights with --continue_training 0") from error
+    return load_model(folder, vocab_size=run.shape.vocab_size, hidden_dropout=hidden, attention_dropout=attention)
 
 
 def _candidates(run: PretrainRun, corpora: list[Corpus]) -> list[str]:
@@ -91,11 +93,14 @@ def _candidates(run: PretrainRun, corpora: list[Corpus]) -> list[str]:
     return [run.model.model_name_or_path or "", *recorded]
 
 
-def _hub_id(name: str) -> str:
-    """A built-in name as its hub id; every English name has GPT-2's tokenizer."""
-    if Path(name).is_dir() or name.removesuffix(".json") not in PRESETS:
+def _folder(name: str) -> str:
+    """The folder `name` stands for; every English built-in name has GPT-2's tokenizer."""
+    preset = PRESETS.get(name.removesuffix(".json"))
+    if Path(name).is_dir():
         return name
-    return PRESETS[name.removesuffix(".json")].hub_id or "openai-community/gpt2"
+    if preset is None and "/" not in name:
+        raise GptlmError(f"the tokenizer {name!r} is neither a folder nor a built-in name")
+    return hub_folder((preset.hub_id or GPT2_HUB_ID) if preset else name, weights=False)
 
 
 def _check(run: PretrainRun, tokenizer: PreTrainedTokenizerBase, corpora: list[Corpus]) -> None:

@@ -9,9 +9,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def gpu_fields() -> dict[str, float]:
-    """GiB allocated and reserved on this process's GPU; nothing without one."""
-    if not torch.cuda.is_available():
-        return {}
+    """GiB allocated and reserved on this process's GPU."""
     return {
         "current_memory_allocated": torch.cuda.memory_allocated() / GIB,
         "current_memory_reserved": torch.cuda.memory_reserved() / GIB,
@@ -20,10 +18,10 @@ def gpu_fields() -> dict[str, float]:
     }
 
 
-def process_fields() -> dict[str, float]:
-    """MiB in use by this process, its peak, and the GPU's peaks."""
+def process_fields(*, gpu: bool) -> dict[str, float]:
+    """MiB in use by this process and its peak; with `gpu` also the GPU's peaks."""
     fields: dict[str, float] = {"cpu_mem_used": _resident() // MIB, "cpu_mem_used_peak": _peak() // MIB}
-    if torch.cuda.is_available():
+    if gpu:
         fields["gpu_max_memory_allocated"] = torch.cuda.max_memory_allocated() // MIB
         fields["gpu_max_memory_reserved"] = torch.cuda.max_memory_reserved() // MIB
     return fields

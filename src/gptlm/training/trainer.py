@@ -168,15 +168,16 @@ class PretrainTrainer(Trainer):
         """Note `logs` in the history, hand them to the trackers, and print them in PaddleNLP's words."""
         gradient_norm = logs.pop("grad_norm", None)
         progress = self.state.epoch or 0.0
+        gpu = self.args.device.type == "cuda"
         if "loss" in logs:
             shown = train_fields(
                 logs["loss"],
                 self._get_learning_rate(),
                 self.state.global_step,
                 progress,
-                gpu=gpu_fields(),
+                gpu=gpu_fields() if gpu else {},
                 speed=self.throughput.interval(self.state.global_step),
-                process=process_fields() if self.process_memory else {},
+                process=process_fields(gpu=gpu) if self.process_memory else {},
             )
         else:
             hidden = ("model_preparation_time", "total_flos")

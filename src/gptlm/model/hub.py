@@ -1,0 +1,61 @@
+"""Built-in names to local folders: from the hub's cache, else downloaded, else one sentence and no waiting."""
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants, snapshot_download
+
+from gptlm.errors import GptlmError
+from gptlm.model.presets import has_weights
+
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
+MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
+CONNECT_SECONDS = 5
+
+
+def hub_folder(hub_id: str, *, weights: bool) -> str:
+    """The local folder with the tokenizer of `hub_id` and, if asked for, its weights.
+
+    Raises:
+        GptlmError: if they are neither cached nor downloadable.
+    """
+    files = MODEL_FILES if weights else TOKENIZER_FILES
+    cached = _cached(hub_id)
+    if cached is not None and (has_weights(cached) if weights else _has_tokenizer(cached)):
+        return str(cached)
+    try:
+        _require_network()
+        return snapshot_download(hub_id, allow_patterns=files)
+    except Exception as error:  # huggingface_hub raises many kinds, its http library more
+        what = "weights of" if weights else "tokenizer files of"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise GptlmError(
+            f"the {what} {hub_id} are neither in the local cache nor could they be downloaded ({reason}): on a "
+            f"machine with network run `hf download {hub_id} --local-dir DIR` and give the folder DIR instead"
+        ) from error
+
+
+def _cached(hub_id: str) -> Path | None:
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except Exception:  # not cached: each version of huggingface_hub has its own kind for it
+        return None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES[:3:2])
+
+
+def _require_network() -> None:
+    """Fail within seconds where the hub cannot be reached; huggingface_hub's own retries take over a minute."""
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    if any(os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")):
+        return  # a proxy connects for us
+    host = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((host.hostname, host.port or 443), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"no connection to {host.hostname}: {error.strerror or error}") from error

@@ -1,0 +1,47 @@
+"""On a CUDA device: precisions agree, O2 is refused, the log has memory fields."""
+
+import json
+
+import pytest
+import torch
+
+from gptlm.config.run import parse_pretrain
+from gptlm.errors import UsageError
+from gptlm.recipes.pretrain import pretrain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture
+def losses(tiny_model, corpus_folder, tmp_path):
+    def run(name, *words):
+        base = (
+            f"--model_name_or_path {tiny_model} --continue_training --input_dir {corpus_folder}/mmap "
+            f"--max_seq_length 32 --output_dir {tmp_path}/{name} --max_steps 8 --logging_steps 1 "
+            "--per_device_train_batch_size 4 --learning_rate 1e-3 --split 90,5,5 "
+            "--device gpu --disable_tqdm --report_to none "
+            "--hidden_dropout_prob 0 --attention_probs_dropout_prob 0"
+        )
+        pretrain(parse_pretrain([*base.split(), *words], {}))
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        return [entry for entry in history if "loss" in entry]
+
+    return run
+
+
+def test_precisions_agree(losses):
+    wanted = [entry["loss"] for entry in losses("cpu", "--device", "cpu")]
+    full = losses("fp32")
+    assert [entry["loss"] for entry in full] == pytest.approx(wanted, abs=1e-3)
+    assert full[0]["max_memory_allocated"] > 0
+    for flag in ("--bf16", "--fp16"):
+        half = [entry["loss"] for entry in losses(flag.strip("-"), flag, "--recompute", "1")]
+        assert half == pytest.approx(wanted, abs=3e-2)
+
+
+def test_o2_is_refused_by_name(losses):
+    with pytest.raises(UsageError, match="O2"):
+        losses("o2", "--bf16", "--fp16_opt_level", "O2")
