@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from gptlm.data.splits import build_split, open_corpora
 from gptlm.errors import GptlmError
 from gptlm.recipes import pretrain_model
 from gptlm.recipes.pretrain import pretrain
+from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging
 from tests.conftest import write_tokens
 
@@ -226,6 +229,39 @@ def test_weights_only_checkpoints_cannot_be_resumed(train, tmp_path):
     train("--ignore_save_lr_and_optim", "--max_steps", "3")
     with pytest.raises(GptlmError, match="weights only"):
         train("--ignore_save_lr_and_optim")
+
+
+def test_an_output_folder_that_is_a_file_is_refused_at_once(train, tmp_path):
+    (tmp_path / "out").write_text("x")
+    for name in ("out", "out/deeper"):
+        with pytest.raises(GptlmError, match="out is a file"):
+            train(output=name)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_older_checkpoint_whole(tiny_model, corpus_folder, tmp_path):
+    """A limit on the size of files, set once checkpoint-3 is there, stands for the full disk."""
+    output = tmp_path / "out"
+    argv = [*BASE, "--model_name_or_path", tiny_model, "--continue_training", "--input_dir", corpus_folder / "mmap"]
+    words = [str(word) for word in [*argv, "--output_dir", output]]
+    run = f"""
+import resource, sys
+from transformers import TrainerCallback
+from gptlm.recipes import pretrain as recipe
+class Full(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
+original = recipe.tracker_callbacks
+recipe.tracker_callbacks = lambda run, folder: [*original(run, folder), Full()]
+from gptlm.cli import main
+sys.exit(main(["pretrain", *{words!r}]))
+"""
+    result = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "cannot write the checkpoint" in result.stderr and "bytes are free" in result.stderr
+    found, passed_over = checkpoint.newest(output)
+    assert found.path.name == "checkpoint-3" and passed_over == []
+    assert not (output / "checkpoint-6").exists()
 
 
 def test_best_model_at_the_end(train, tmp_path):

@@ -46,6 +46,7 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
         raise UsageError("\n".join(run.refusals))
     say_start(run)
     training = run.training
+    _check_output(Path(training.output_dir or ""))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(training.device, machine)
     corpora = open_corpora(run.data.input_dir or "", run.data.split)
@@ -73,6 +74,19 @@ def _run(
         metrics |= _test(run, trainer, datasets)
     _finish(run, trainer, metrics)
     return metrics
+
+
+def _check_output(folder: Path) -> None:
+    """Find out now, not at the first checkpoint, that nothing can be written.
+
+    Raises:
+        GptlmError: if `folder` or what it would lie in is a file, or cannot be written to.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise GptlmError(f"--output_dir {folder}: {nearest} is a file, not a folder; give another --output_dir")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise GptlmError(f"--output_dir {folder}: {nearest} cannot be written to; give another --output_dir")
 
 
 def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
@@ -160,7 +174,7 @@ def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpo
         done, wanted = start.facts["global_step"], run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
         trainer.restore(start.path)
-        trainer.save_model()
+        trainer.save_final()
         return _evaluate(trainer, "eval") if run.training.do_eval else {}
     if start is not None:
         step, samples = start.facts["global_step"], start.facts["consumed_samples"]
@@ -168,7 +182,7 @@ def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpo
             "resuming from %s: step %d, %d samples consumed, none of them is read again", start.path, step, samples
         )
     result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-    trainer.save_model()
+    trainer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)

@@ -11,11 +11,14 @@ Overridden, and why:
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer, TrainerCallback
@@ -190,10 +193,18 @@ class PretrainTrainer(Trainer):
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
+    def save_final(self) -> None:
+        """Write the final model and tokenizer into `output_dir`.
+
+        Raises:
+            GptlmError: if they cannot be written.
+        """
+        with _writing(self.output_dir, "the final model"):
+            self.save_model()
+
     def _save_checkpoint(self, model, trial) -> None:
-        output_dir = self.output_dir
-        staging = checkpoint.staging_folder(output_dir, self.state.global_step)
-        try:
+        staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
+        with _writing(staging, "the checkpoint"):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
@@ -201,16 +212,15 @@ class PretrainTrainer(Trainer):
             self._write_checkpoint(str(staging))
             self._barrier()
             if self.args.should_save:
-                final = checkpoint.commit(staging, self._manifest())
-                logger.info("checkpoint written to %s", final)
-                best = self.state.best_model_checkpoint
-                for old in checkpoint.rotate(output_dir, self.keep, Path(best) if best else None):
-                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
+                self._commit(staging)
             self._barrier()
-        except OSError as error:
-            raise GptlmError(
-                f"cannot write the checkpoint {staging}: {error.strerror}; earlier checkpoints are whole"
-            ) from error
+
+    def _commit(self, staging: Path) -> None:
+        final = checkpoint.commit(staging, self._manifest())
+        logger.info("checkpoint written to %s", final)
+        best = self.state.best_model_checkpoint
+        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None):
+            logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
 
     def _write_checkpoint(self, folder: str) -> None:
         self.store_flos()
@@ -251,6 +261,20 @@ class PretrainTrainer(Trainer):
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
+
+
+@contextmanager
+def _writing(path: Path, what: str) -> Iterator[None]:
+    """A failure to write as one sentence; safetensors and torch.save have their own exceptions for a full disk."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        free = shutil.disk_usage(path if path.exists() else path.parent).free
+        raise GptlmError(
+            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole, "
+            "make room and start the same command again"
+        ) from error
 
 
 class _Bookkeeping(TrainerCallback):
