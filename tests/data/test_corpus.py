@@ -79,9 +79,36 @@ def test_utf16_and_cut_archives_are_named(tmp_path):
     (tmp_path / "u.txt").write_text("hello", encoding="utf-16")
     with pytest.raises(GptlmError, match="u.txt, line 1.*UTF-16"):
         list(read_texts(str(tmp_path / "u.txt")))
+    (tmp_path / "le.txt").write_bytes("hello".encode("utf-16-le"))
+    with pytest.raises(GptlmError, match="le.txt, line 1: NUL bytes"):
+        list(read_texts(str(tmp_path / "le.txt")))
+    many = b"".join(b'{"text": "%d"}\n' % i for i in range(20000))
+    for name, whole in (("cut.jsonl.zst", zstandard.compress(many)), ("broken.jsonl.gz", gzip.compress(many))):
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2] + (bytes(100) if "broken" in name else b""))
+        with pytest.raises(GptlmError, match=f"cannot read .*{name}.*is the file whole"):
+            list(read_texts(str(tmp_path / name)))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES)[:-12])
     with pytest.raises(GptlmError, match="cut.jsonl.gz"):
         list(read_texts(str(tmp_path / "cut.jsonl.gz")))
+
+
+def test_half_a_character_becomes_the_replacement_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}\n')
+    assert list(read_texts(str(tmp_path / "a.jsonl"))) == ["a\ufffd b 😀"]
+
+
+def test_nested_too_deeply(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[" * 100000 + "\n")
+    with pytest.raises(GptlmError, match="line 1.*nested"):
+        list(read_texts(str(tmp_path / "a.jsonl")))
+
+
+def test_files_of_our_own_beside_the_text_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "x.meta.json").write_text("{}")
+    (tmp_path / "index-cache").mkdir()
+    (tmp_path / "index-cache" / "k.json").write_text("{}")
+    assert [f.name for f in list_files(str(tmp_path))] == ["a.jsonl"]
 
 
 def test_several_keys(tmp_path):

@@ -180,6 +180,19 @@ def test_damaged_npy_pairs_are_named(tmp_path):
     refused("holds 5 tokens.*describes 6")
     np.savez(index, lens=np.array([3, 2], np.int64), docs=np.arange(3))
     refused("int64.*int32")
+    np.savez(index, lens=np.array([3, 2], np.int32))
+    refused("lacks an array.*docs")
+    np.savez(index, lens=np.array([3, 2], np.int32), docs=np.array([None, "x"], object))
+    refused("a_idx.npz")
+    index.write_bytes(b"text")
+    refused("a_idx.npz")
+    ids.write_bytes(b"")
+    refused("a_ids.npy")
+    ids.write_bytes(good_index)
+    index.write_bytes(good_ids)
+    refused("a_ids.npy.*npz file")
+    ids.write_bytes(good_ids)
+    refused("a_idx.npz.*npy file")
     index.unlink()
     refused("a_idx.npz does not exist")
     index.write_bytes(good_index)
@@ -246,8 +259,10 @@ def test_a_folder_with_a_blank_in_its_name_is_a_folder(tmp_path):
         ("missing", "cannot list"),
         ("p1 p2", "no weight"),
         ("1 a 2", "3 words"),
-        ("-1 a 2 b", "negative"),
-        ("0 a 0 b", "above 0"),
+        ("-1 a 2 b", "0 or more"),
+        ("nan a 2 b", "finite"),
+        ("inf a 2 b", "finite"),
+        ("0 a 0 b", "not all 0"),
     ],
 )
 def test_bad_input_dir(value, says):

@@ -44,7 +44,7 @@ def test_split_bounds(split, size, bounds):
     assert split_bounds(split, size) == bounds
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "-1,2,3", "0,0,0", "nan,1,1", "1;2;3"])
+@pytest.mark.parametrize("split", ["", "a,b", "-1,2,3", "0,0,0", "nan,1,1", "1;2;3", "1,1,1,1"])
 def test_a_malformed_split_is_refused_with_its_value(split):
     with pytest.raises(GptlmError, match="split"):
         parse_split(split)

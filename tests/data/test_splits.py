@@ -119,6 +119,17 @@ def test_ids_beyond_the_vocabulary_are_found_before_training(tmp_path, metadata)
     assert len(list((tmp_path / "c").glob("*_range.npy"))) == (0 if metadata else 1)
 
 
+def test_tokens_changed_after_preprocessing_are_looked_at_again(tmp_path):
+    write_tokens(tmp_path / "a")
+    content = np.fromfile(tmp_path / "a.bin", np.uint16)
+    content[7] = 60000
+    content.tofile(tmp_path / "a.bin")
+    later = (tmp_path / "a.meta.json").stat().st_mtime_ns + 1000
+    os.utime(tmp_path / "a.bin", ns=(later, later))
+    with pytest.raises(GptlmError, match="token 7 is id 60000"):
+        check_ids(open_corpora(str(tmp_path / "a"), "1,0,0"), 500, IndexCache([tmp_path / "c"]))
+
+
 def test_negative_ids_are_found(tmp_path):
     np.save(tmp_path / "a_ids.npy", np.array([5, -1, 3], np.int32))
     np.savez(tmp_path / "a_idx.npz", lens=np.array([3], np.int32), docs=np.array([0, 1]))

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def list_files(path: str) -> list[Path]:
             raise GptlmError(f"{path}: cannot tell its format; expected an ending of {_endings()}")
         return [Path(path)]
     if os.path.isdir(path):
-        found = [file for file in Path(path).rglob("*") if file.is_file()]
+        found = [file for file in Path(path).rglob("*") if file.is_file() and not _is_ours(file)]
     else:
         found = [Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
     files = sorted(file for file in found if _kind(file) is not None)
@@ -75,7 +76,7 @@ def read_batches(files: Sequence[Path], txt_split: str = "blank_line") -> Iterat
     for file in files:
         try:
             yield from _read_file(file, txt_split)
-        except (OSError, EOFError, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise GptlmError(f"cannot read {file}: {error}; is the file whole?") from error
 
 
@@ -110,6 +111,11 @@ def _kind(file: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
+def _is_ours(file: Path) -> bool:
+    """JSON that preprocessing and training leave beside the data is no text."""
+    return file.name.endswith(".meta.json") or "index-cache" in file.parts
+
+
 def _endings() -> str:
     return ", ".join(SUFFIXES) + " (or these with .gz or .zst)"
 
@@ -133,8 +139,34 @@ def _open(raw: BinaryIO, file: Path) -> io.BufferedReader:
     if file.name.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
     if file.name.lower().endswith(".zst"):
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+        return io.BufferedReader(_ZstdReader(raw))
     return raw  # type: ignore[return-value]
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompressed bytes of one frame after the other; unlike zstandard's own reader it notices a cut file."""
+
+    def __init__(self, raw: BinaryIO):
+        self.raw = raw
+        self.frame: Any = None  # the frame being read
+        self.ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.ready:
+            chunk = (self.frame.unused_data if self.frame and self.frame.eof else b"") or self.raw.read(1 << 17)
+            if not chunk:
+                if self.frame is not None and not self.frame.eof:
+                    raise EOFError("the compressed data ends in the middle")
+                return 0
+            if self.frame is None or self.frame.eof:
+                self.frame = zstandard.ZstdDecompressor().decompressobj()
+            self.ready = self.frame.decompress(chunk)
+        size = min(len(buffer), len(self.ready))
+        buffer[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
 
 
 def _skip_mark(stream: io.BufferedReader, file: Path) -> None:
@@ -196,6 +228,10 @@ def _batched(documents: Iterator[tuple[int, Any]], file: str, is_text: bool, raw
 
 
 def _decode(record: bytes, place: str) -> str:
+    if b"\x00" in record:
+        raise GptlmError(
+            f"{place}: NUL bytes, so it is no UTF-8 text; convert it, for example `iconv -f UTF-16LE -t UTF-8`"
+        )
     try:
         return record.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -208,8 +244,13 @@ def _decode(record: bytes, place: str) -> str:
 def _parse_line(line: str, place: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
-        raise GptlmError(f'{place}: broken JSON: {error}; expected one object per line like {{"text": ...}}') from error
+    except json.JSONDecodeError as error:
+        raise GptlmError(
+            f"{place}: broken JSON at column {error.colno}: {error.msg}; "
+            'expected one object per line like {"text": ...}'
+        ) from error
+    except RecursionError as error:
+        raise GptlmError(f"{place}: the JSON is nested too deeply") from error
 
 
 def _select(record: Any, keys: Sequence[str], place: str) -> tuple[str, ...]:
@@ -219,4 +260,11 @@ def _select(record: Any, keys: Sequence[str], place: str) -> tuple[str, ...]:
         if not isinstance(record.get(key), str):
             found = f"a {type(record[key]).__name__}" if key in record else f"only the keys {sorted(record)[:8]}"
             raise GptlmError(f"{place}: no text under {key!r}, found {found}; name the key with --json_key")
-    return tuple(record[key] for key in keys)
+    return tuple(_whole_characters(record[key]) for key in keys)
+
+
+def _whole_characters(text: str) -> str:
+    """JSON can spell half a character (a lone surrogate, common in web data), which no encoding has: U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

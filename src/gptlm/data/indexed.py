@@ -118,15 +118,19 @@ def _open_npy(prefix: str) -> IndexedTokens:
     _require(tokens_path, index_path)
     try:
         tokens = np.load(tokens_path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
+        if not isinstance(tokens, np.ndarray):
+            raise ValueError("it is a .npz file")
+    except (ValueError, OSError, EOFError) as error:
         raise GptlmError(f"{tokens_path} is no whole .npy file: {error}; preprocess again") from error
     try:
-        with np.load(index_path, allow_pickle=False) as index:
-            missing = {"lens", "docs"} - set(index.files)
-            if missing:
-                raise GptlmError(f"{index_path} lacks the array {missing.pop()!r} (found {index.files})")
+        index = np.load(index_path, allow_pickle=False)
+        if not isinstance(index, np.lib.npyio.NpzFile):
+            raise ValueError("it is a .npy file")
+        with index:
             sizes, documents = index["lens"], index["docs"]
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
+    except KeyError as error:
+        raise GptlmError(f"{index_path} lacks an array: {error.args[0]}; it should hold 'lens' and 'docs'") from error
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise GptlmError(f"{index_path} is no whole .npz file: {error}; preprocess again") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise GptlmError(f"{tokens_path} holds a {tokens.dtype} array of shape {tokens.shape}; expected 1-D integers")
@@ -197,7 +201,11 @@ def read_metadata(prefix: str) -> dict:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        facts = dict(json.loads(path.read_text(encoding="utf-8")))
+        for name in ("max_id", "tokens", "vocab_size"):
+            if not isinstance(facts.get(name, 0), int):
+                raise ValueError(f"{name} is {facts[name]!r}")
+        return facts
     except (ValueError, TypeError) as error:
         raise GptlmError(f"{path} is damaged ({error}); remove it or preprocess again") from error
 
@@ -361,6 +369,7 @@ def parse_input(input_dir: str) -> list[tuple[float, str]]:
             raise GptlmError(
                 f"--input_dir: {weight!r} is no weight; expected 'weight1 prefix1 weight2 prefix2 ...'"
             ) from None
-    if any(weight < 0 for weight, _ in parts) or sum(weight for weight, _ in parts) <= 0:
-        raise GptlmError(f"--input_dir {input_dir!r}: weights must not be negative, and one must be above 0")
+    weights = np.array([weight for weight, _ in parts])
+    if not np.isfinite(weights).all() or weights.min() < 0 or weights.sum() <= 0:
+        raise GptlmError(f"--input_dir {input_dir!r}: weights must be 0 or more, finite, and not all 0")
     return parts

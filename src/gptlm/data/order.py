@@ -48,7 +48,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = [float(word) for word in split.split(separator)]
     except ValueError:
         raise GptlmError(f"split {split!r}: expected numbers like 949,50,1 (train, valid, test)") from None
-    shares = (shares + [0.0, 0.0])[:3]
+    if len(shares) > 3:
+        raise GptlmError(f"split {split!r} has {len(shares)} shares; expected train, valid and test")
+    shares += [0.0] * (3 - len(shares))
     if min(shares) < 0 or sum(shares) <= 0 or not np.isfinite(sum(shares)):
         raise GptlmError(f"split {split!r}: shares must not be negative, and one must be above 0")
     return shares[0], shares[1], shares[2]

@@ -10,7 +10,15 @@ import numpy as np
 from gptlm.data.blend import BlendedDataset, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache, content_hash
-from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, parse_input, read_metadata
+from gptlm.data.indexed import (
+    IndexedTokens,
+    first_bad_token,
+    id_range,
+    metadata_path,
+    open_tokens,
+    parse_input,
+    read_metadata,
+)
 from gptlm.data.order import SampleOrder, build_order, split_bounds
 from gptlm.errors import GptlmError
 
@@ -88,11 +96,12 @@ def check_ids(corpora: Sequence[Corpus], vocab_size: int, cache: IndexCache) -> 
 
 def _id_range(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
     tokens, facts = corpus.tokens, corpus.metadata
-    if "max_id" in facts and facts.get("tokens") == len(tokens.tokens):
-        return 0, int(facts["max_id"])
-    # The file's time stamp stands for its content: hashing all tokens would cost as much as looking at them.
+    # Time stamps stand for the content: hashing all tokens would cost as much as looking at them.
     file = Path(str(getattr(tokens.tokens, "filename", tokens.prefix)))
-    stamp = file.stat().st_mtime_ns if file.exists() else 0
+    stamp = file.stat().st_mtime_ns
+    if "max_id" in facts and facts.get("tokens") == len(tokens.tokens):
+        if stamp <= metadata_path(tokens.prefix).stat().st_mtime_ns:  # else the tokens were changed since
+            return 0, facts["max_id"]
     what = {"id_range": str(file.resolve()), "tokens": len(tokens.tokens), "stamp": stamp}
     low, high = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens), np.int64)})["range"]
     return int(low), int(high)
