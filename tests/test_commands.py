@@ -82,11 +82,13 @@ def test_paddlenlp_dialect_in_both_layouts(work):
         ("--input_path letters.txt --model_name tok --split-sentences", 2, "sentences"),
         ("--input_path letters.txt --model_name tok --workerz 2", 2, "did you mean --workers"),
         ("--model_name tok", 2, "--input_path is missing"),
+        ("--input_path letters.txt --model_name tok --output_prefix x/", 2, "this is a folder"),
     ],
 )
 def test_bad_preprocessing_leaves_nothing(work, words, code, says):
     (work / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    result = preprocess(work, *words.split(), "--output_prefix", "bad/x", environment={"HF_HUB_OFFLINE": "1"})
+    words = ["--output_prefix", "bad/x", *words.split()]
+    result = preprocess(work, *words, environment={"HF_HUB_OFFLINE": "1"})
     assert (result.returncode, says in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert not (work / "bad").exists() or list((work / "bad").iterdir()) == []
@@ -191,16 +193,25 @@ def test_continuations(work, model):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("--model_name_or_path empty --prompt a", 1, "no model weights"),
+        ("--model_name_or_path empty --prompt a", 1, "holds no model weights"),
         ("--model_name_or_path nowhere --prompt a", 1, "neither a folder nor a built-in name"),
         ("--model_name_or_path gpt3-13B-en --prompt a", 1, "size only"),
         ("--prompt a", 1, "hf download TsinghuaAI/CPM-Generate"),
         ("--model_name_or_path gpt2-medium-en --input_file nowhere.txt", 1, "nowhere.txt"),
         ("--tgt_length 0", 2, "tgt_length"),
+        ("--device xpu", 2, "'xpu'"),
+        ("--top_k -1", 2, "top_k"),
+        ("--do_sample --temperature nan", 2, "temperature"),
+        ("--seed 1e30", 2, "--seed"),
+        ("--model_name_or_path gpt2-medium-en --input_file gb.txt", 1, "gb.txt is not UTF-8"),
+        ("--model_name_or_path gpt2-medium-en --input_file null.jsonl", 1, "null.jsonl, line 1"),
+        ("--model_name_or_path gpt2-medium-en --prompt a --output_file letters.txt/o", 1, "cannot write"),
     ],
 )
 def test_bad_predictions(work, model, words, code, says):
     (work / "empty").mkdir(exist_ok=True)
+    (work / "gb.txt").write_bytes("今天".encode("gb18030"))
+    (work / "null.jsonl").write_text('{"prompt": null}')
     result = run_script("predict_generation", *words.split(), cwd=work, environment={"HF_HUB_OFFLINE": "1"})
     assert (result.returncode, says in result.stderr) == (code, True), result.stderr
 
@@ -214,6 +225,27 @@ def test_help_and_unknown_commands():
     assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
 
 
+def test_an_empty_text_trains_no_tokenizer(work):
+    (work / "empty.txt").write_text("")
+    result = run_script("train_tokenizer", "--input_path", "empty.txt", "--output_dir", "no-tok", cwd=work)
+    assert result.returncode == 1 and "holds no text" in result.stderr
+    result = run_script("train_tokenizer", "--input_path", "letters.txt", "--output_dir", "empty.txt/x", cwd=work)
+    assert result.returncode == 1 and "cannot make the folder" in result.stderr
+
+
+def test_a_prompt_is_kept_and_the_continuation_shortened(work, model):
+    words = (
+        "--model_name_or_path gpt2-medium-en --tgt_length 200 --device cpu --output_file long.jsonl --prompt".split()
+    )
+    result = run_script("predict_generation", *words, "the cat 5 sat on the mat", cwd=work)
+    assert result.returncode == 0 and "200 new tokens do not fit the position table of 64" in result.stdout
+    tokenizer = AutoTokenizer.from_pretrained(work / "tok")
+    long = "the cat sat on the mat " * 40
+    assert len(tokenizer(long)["input_ids"]) > 64
+    result = run_script("predict_generation", *words, long, cwd=work)
+    assert result.returncode == 1 and "fills the position table of 64" in result.stderr
+
+
 def test_the_demo_in_small(tmp_path):
     result = run_script(
         "demo", "--max_steps", 20, "--output_dir", tmp_path / "demo", environment={"OMP_NUM_THREADS": "2"}
@@ -224,3 +256,22 @@ def test_the_demo_in_small(tmp_path):
     before, after = (float(word) for word in lines[-3].split() if word.replace(".", "").isdigit() and "." in word)
     assert before == pytest.approx(math.log(2048), abs=0.3) and after < before - 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")
+
+
+def test_the_whole_chain_under_a_c_locale_with_chinese_paths(work, model):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    chain = (
+        ("train_tokenizer", "--input_path letters.txt --vocab_size 300 --output_dir", "分词 器"),
+        ("preprocess_data", "--input_path letters.txt --model_name_or_path 分词\\ 器 --output_prefix", "数 据/x"),
+        (
+            "run_pretrain",
+            "--model_name_or_path gpt2-medium-en --continue_training --input_dir 数\\ 据 --max_seq_length 16 "
+            "--max_steps 2 --device cpu --output_dir",
+            "模型 1",
+        ),
+        ("predict_generation", "--model_name_or_path 模型\\ 1 --tgt_length 3 --device cpu --prompt", "今天"),
+    )
+    for name, words, last in chain:
+        result = run_script(name, *shlex.split(words), last, cwd=work, environment=plain)
+        assert result.returncode == 0, (name, result.stderr)
+    assert (work / "模型 1" / "model.safetensors").is_file() and (work / "数 据" / "x.bin").is_file()

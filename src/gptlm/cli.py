@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, parse_pretrain
@@ -25,6 +24,8 @@ from gptlm.config.tools import (
 from gptlm.errors import GptlmError
 
 PRINT_CONFIG = ("--print_config", "--print-config")
+PRINT_HELP = """
+With --print_config nothing is run: the resolved run, the origin of each value and all notes are printed as JSON."""
 
 
 def pretrain(argv: Sequence[str]) -> None:
@@ -75,10 +76,11 @@ class Command:
     summary: str
     script: str
     vocabulary: Vocabulary
+    more_help: str = ""
 
 
 COMMANDS = {
-    "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN),
+    "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN, PRINT_HELP),
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
@@ -88,9 +90,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # whatever the locale: texts are UTF-8, odd bytes in paths pass through
-            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+    _be_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = words[0], words[1:]
     command = COMMANDS[name]
     if any(word in ("-h", "--help") for word in rest):
-        print(help_text(command.script, command.summary, command.vocabulary), end="")
+        print(help_text(command.script, command.summary + command.more_help, command.vocabulary), end="")
         return 0
     try:
         command.run(rest)
@@ -111,6 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _be_utf8() -> None:
+    """Under a locale that is not UTF-8, start again in Python's UTF-8 mode: texts and paths are UTF-8 everywhere."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _usage() -> str:

@@ -13,7 +13,7 @@ def values(*argv):
     return parse(PRETRAIN, argv).values
 
 
-@pytest.mark.parametrize("word", ["1", "true", "True", "TRUE", "yes", "y", "t"])
+@pytest.mark.parametrize("word", ["1", "true", "True", "TRUE", "yes", "y", "t", "on"])
 def test_true(word):
     assert values("--fp16", word)["fp16"] is True
     assert values(f"--fp16={word}")["fp16"] is True
@@ -40,6 +40,7 @@ def test_dashes_equals_quotes_and_empty_strings():
     found = values("--max-seq-length=64", "--fp16_opt_level", "'O2'", "--sharding", "", "--learning_rate", "1e-4")
     assert (found["max_seq_length"], found["fp16_opt_level"], found["sharding"]) == (64, "O2", "")
     assert found["learning_rate"] == 1e-4
+    assert values("--lr_scheduler_type", "COSINE")["lr_scheduler_type"] == "cosine"
 
 
 def test_several_words_where_they_make_sense():

@@ -76,6 +76,8 @@ def test_the_world_comes_from_the_launcher():
     run = parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "4"})
     assert (run.dims.world, run.dims.data, run.sources["world_size"]) == (4, 4, "WORLD_SIZE")
     refused(BASE + "--world_size 4", "print_config only")
+    with pytest.raises(UsageError, match="WORLD_SIZE.*'abc'"):
+        parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "abc"})
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,10 @@ def test_the_world_comes_from_the_launcher():
         ("--resume_from_checkpoint false", "overwrite_output_dir"),
         ("--optim adafactor", "adafactor"),
         ("--seed -1", "seed"),
+        ("--max_steps 1e15", "no count is that large"),
+        ("--do_train 0", "nothing to do"),
+        ("--do_eval --model_name_or_path gpt2-en", "needs weights"),
+        ("--model_name_or_path ''", "empty"),
     ],
 )
 def test_impossible_runs(flags, says):
@@ -160,7 +166,7 @@ def test_warm_up():
 
 def test_what_is_done_when_nothing_is_said():
     assert resolve(BASE)["run"]["do_train"] is True
-    assert resolve(BASE + "--do_eval")["run"]["do_train"] is False
+    assert resolve(BASE + "--do_eval --continue_training")["run"]["do_train"] is False
     run = resolve(BASE + "--do_train --do_eval --logging_steps 7")["run"]
     assert (run["evaluation_strategy"], run["eval_steps"]) == ("steps", 7)
     assert resolve(BASE + "--do_train")["run"]["eval_steps"] is None

@@ -53,6 +53,9 @@ def test_bad_gpt2_files_are_named(files):
     merges.write_text(good.rstrip("\n")[:-2] + "qqq\n")
     with pytest.raises(GptlmError, match=r"merges.txt, line \d+"):
         load_gpt2_files(str(vocabulary), str(merges))
+    merges.write_text("".join(good.splitlines(keepends=True)[:-3]))
+    with pytest.raises(GptlmError, match="no merge for 3 tokens.*cut short"):
+        load_gpt2_files(str(vocabulary), str(merges))
     merges.write_text(good)
     content = json.loads(vocabulary.read_text())
     del content[EOS]
@@ -64,7 +67,7 @@ def test_bad_gpt2_files_are_named(files):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(GptlmError, match="cannot load a tokenizer"):
+    with pytest.raises(GptlmError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 

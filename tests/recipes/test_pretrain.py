@@ -16,7 +16,7 @@ from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.collate import collate_blocks
 from gptlm.data.splits import build_split, open_corpora
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes import pretrain_model
 from gptlm.recipes.pretrain import pretrain
 from gptlm.training import checkpoint
@@ -365,7 +365,7 @@ def test_npy_data_and_blends_train(train, corpus_folder):
         (lambda p: None, ("--split", "1,0,0"), "valid split is empty"),
         (lambda p: None, ("--split", "1,1,0", "--do_predict"), "test split is empty"),
         (lambda p: None, ("--max_seq_length", "64", "--split", "1000,1,1"), "valid split"),
-        (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "cannot load a tokenizer"),
+        (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "holds no tokenizer"),
     ],
 )  # fmt: skip
 def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch, prepare, words, says):
@@ -396,3 +396,109 @@ def log_to_this_test(capsys):
     start_logging(speaks=True)
     yield
     logging.getLogger("gptlm").handlers = []
+
+
+def rates(history):
+    return [entry["learning_rate"] for entry in history if "loss" in entry]
+
+
+def cut_back_to(folder, step):
+    """Make a finished run look as if it had been stopped after the checkpoint of `step`."""
+    for path in folder.glob("checkpoint-*"):
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
+    (folder / "model.safetensors").unlink()
+
+
+def test_a_resumed_run_obeys_new_rates_and_says_so(train, tmp_path, capsys):
+    """From step 3 on the rates are those of a fresh run under the new flags, and so is the weight decay."""
+    new = ("--learning_rate", "4e-3", "--min_learning_rate", "2e-4", "--max_steps", "9", "--weight_decay", "0.3")
+    _, fresh = train(*new, output="fresh")
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    capsys.readouterr()
+    _, resumed = train(*new)
+    assert rates(resumed)[3:] == rates(fresh)[3:]
+    lines = capsys.readouterr().out
+    for said in ("learning_rate was 0.01 in checkpoint-3, is 0.004 now", "max_steps was 6", "weight_decay was 0.1"):
+        assert said in lines
+    state = torch.load(tmp_path / "out" / "checkpoint-9" / "optimizer.pt", weights_only=True)
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.3, 0.0]
+
+
+def test_the_same_data_in_another_place_is_no_change_of_order(train, corpus_folder, tmp_path, capsys):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    shutil.copytree(corpus_folder / "mmap", tmp_path / "moved")
+    train(data=tmp_path / "moved")
+    lines = capsys.readouterr().out
+    assert "resuming from" in lines and "another order" not in lines
+    cut_back_to(tmp_path / "out", 3)
+    train("--seed", "43")
+    assert "seed was 42 in checkpoint-3, is 43 now: the samples to come are in another order" in capsys.readouterr().out
+
+
+def test_the_mean_loss_of_a_resumed_run_is_that_of_the_whole_run(train, tmp_path):
+    whole, history = train(*NO_DROPOUT)
+    assert whole["train_loss"] == pytest.approx(np.mean(losses(history)), abs=1e-6)
+    cut_back_to(tmp_path / "out", 3)
+    resumed, _ = train(*NO_DROPOUT)
+    assert resumed["train_loss"] == pytest.approx(whole["train_loss"], abs=1e-9)
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, tiny_model, tmp_path):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    with pytest.raises(GptlmError, match="num_hidden_layers 2 there, 3 in the command"):
+        train("--continue_training", "0", "--num_hidden_layers", "3")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+def test_damage_that_keeps_the_size_is_one_sentence(train, tmp_path, name):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    file = tmp_path / "out" / "checkpoint-3" / name
+    content = file.read_bytes()
+    file.write_bytes(bytes(64) + content[64:])
+    with pytest.raises(GptlmError, match="checkpoint-3"):
+        train()
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_overwritten(train, tmp_path):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    (tmp_path / "out" / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(GptlmError, match="none of the 1 checkpoints"):
+        train()
+    train("--overwrite_output_dir")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(train, tmp_path):
+    words = ("--learning_rate", "1e18", "--max_grad_norm", "0", "--lr_scheduler_type", "constant", "--save_steps", "1")
+    with pytest.raises(GptlmError, match=r"the loss is (nan|inf) at step \d.*the last good one was.*--learning_rate"):
+        train(*words, "--logging_steps", "1", "--eval_steps", "6")
+    for folder in (tmp_path / "out").glob("checkpoint-*"):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        assert all(np.isfinite(entry["loss"]) for entry in state["log_history"] if "loss" in entry)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_damaged_results_do_not_stop_a_run_and_old_ones_do_not_stay(train, tmp_path):
+    train()
+    results = tmp_path / "out" / "all_results.json"
+    results.write_text("{")
+    train()
+    assert "eval_loss" in json.loads(results.read_text())
+    train("--overwrite_output_dir", "--save_strategy", "no", "--do_eval", "0", "--evaluation_strategy", "no")
+    assert "eval_loss" not in json.loads(results.read_text()) and not (tmp_path / "out" / "eval_results.json").exists()
+
+
+def test_evaluation_alone_takes_the_model_in_output_dir(train, corpus_folder, tiny_model, tmp_path):
+    trained, _ = train(*NO_DROPOUT)
+    base = f"--input_dir {corpus_folder}/mmap --output_dir {tmp_path}/out --max_seq_length 16 --split 80,10,10"
+    more = "--max_steps 6 --per_device_eval_batch_size 2 --eval_iters 2 --eval_steps 3 --device cpu --report_to none"
+    words = [*base.split(), *more.split()]
+    again = pretrain(parse_pretrain([*words, "--do_eval", "--evaluation_strategy", "steps"], {}))
+    assert again["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
+    with pytest.raises(UsageError, match="--continue_training"):
+        parse_pretrain([*words, "--do_eval", "--model_name_or_path", str(tiny_model)], {})

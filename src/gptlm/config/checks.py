@@ -89,7 +89,7 @@ def _training(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
     if values["fp16"] and values["bf16"]:
         yield "At most one of fp16 and bf16 can be True, but not both"
-    if not _device_known(values["device"]):
+    if not device_known(values["device"]):
         yield f"device {values['device']!r}: gptlm runs on gpu and cpu"
     for tracker in values["report_to"]:
         if tracker not in TRACKERS:
@@ -101,7 +101,9 @@ def _training(parsed: Parsed) -> Iterator[str]:
     resume = (values["resume_from_checkpoint"] or "").lower()
     if resume in ("false", "0", "no"):
         yield f"resume_from_checkpoint {resume}: to start anew give --overwrite_output_dir or another --output_dir"
-    if values["load_best_model_at_end"]:
+    if not (values["do_train"] or values["do_eval"] or values["do_predict"]):
+        yield "do_train, do_eval and do_predict are all off: there is nothing to do"
+    if values["load_best_model_at_end"] and values["do_train"]:
         yield from _best_model(parsed)
     if values["greater_is_better"]:
         yield "greater_is_better true: the metric of pretraining is the loss, of which less is better"
@@ -217,6 +219,10 @@ def _oddities(parsed: Parsed, dims: ParallelDims, note: Callable[[str], None]) -
         )
     if values["max_steps"] > 0 and values["warmup_steps"] > values["max_steps"]:
         note(f"warmup_steps {values['warmup_steps']:g} is above max_steps {values['max_steps']}: warm-up never ends")
+    if "none" in values["report_to"] and len(values["report_to"]) > 1:
+        note(f"--report_to {' '.join(values['report_to'])}: none wins")
+    if values["load_best_model_at_end"] and not values["do_train"]:
+        note("--load_best_model_at_end has no effect: do_train is off")
     if "autonlp" in values["report_to"]:
         note("--report_to autonlp has no effect: the service is gone")
 
@@ -227,6 +233,7 @@ def _typed(parsed: Parsed, name: str) -> str:
     return source if source.startswith("--") else name
 
 
-def _device_known(device: str) -> bool:
+def device_known(device: str) -> bool:
+    """Whether `device` is gpu, cuda or cpu, perhaps with a card number as in gpu:1."""
     kind, _, index = device.lower().partition(":")
     return kind in ("gpu", "cuda", "cpu") and (not index or index.isdigit())

@@ -14,8 +14,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlm.errors import UsageError
 
-TRUE = ("1", "true", "t", "yes", "y")
-FALSE = ("0", "false", "f", "no", "n")
+TRUE = ("1", "true", "t", "yes", "y", "on")
+FALSE = ("0", "false", "f", "no", "n", "off")
+
+LARGEST = 1 << 40  # beyond this a whole number is a slip
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def build(group: type, values: Mapping[str, Any]) -> Any:
 
 def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
     """The text of --help: every flag with its meaning and default."""
-    lines = [f"usage: {program} [FILE.json] [--flag value ...]", "", summary]
+    lines = [f"usage: {program} [FILE.json] [--flag value ...]", "", *summary.splitlines()]
     for group in vocabulary.groups:
         lines += ["", (group.__doc__ or "").strip()]
         hints = get_type_hints(group)
@@ -214,9 +216,10 @@ def _cast(word: Word, f: Field, kind: Any) -> Any:
     value = _cast_scalar(" ".join(word.values), kind, word.place)
     choices = f.metadata["choices"]
     if choices and value is not None:
-        value = str(value).strip("'\"")
-        if value not in choices:
-            raise UsageError(f"{word.place} {value!r}: expected one of {', '.join(choices)}")
+        text = str(value).strip("'\"")
+        value = next((choice for choice in choices if choice.lower() == text.lower()), None)
+        if value is None:
+            raise UsageError(f"{word.place} {text!r}: expected one of {', '.join(choices)}")
     return value
 
 
@@ -234,15 +237,23 @@ def _cast_scalar(text: str, kind: Any, place: str) -> Any:
     if optional and text.lower() in ("none", "null"):
         return None
     try:
-        if base is int:
-            number = float(text) if any(c in text for c in ".eE") else int(text)
-            if number != int(number):
-                raise ValueError
-            return int(number)
-        return base(text)
+        value = _whole(text) if base is int else base(text)
     except (ValueError, OverflowError):
         wanted = {int: "a whole number", float: "a number"}[base]
         raise UsageError(f"{place} {text!r}: expected {wanted}") from None
+    if base is int and abs(value) > LARGEST:
+        raise UsageError(f"{place} {text}: no count is that large")
+    return value
+
+
+def _whole(text: str) -> int:
+    """`text` as an int; 1e4 is 10000, 1.5 is none."""
+    if not any(c in text for c in ".eE"):
+        return int(text)
+    number = float(text)
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
 
 
 def _cast_bool(word: Word) -> bool:

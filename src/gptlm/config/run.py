@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gptlm.config import spellings
@@ -12,7 +13,7 @@ from gptlm.config.checks import not_built, problems_of
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
 from gptlm.errors import UsageError
-from gptlm.model.presets import Shape
+from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims
 
 PRETRAIN = Vocabulary(
@@ -88,6 +89,8 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     """
     parsed = parse(PRETRAIN, argv)
     _resolve_world(parsed, environment, printing)
+    _resolve_strategies(parsed)
+    _resolve_weights(parsed)
     source = find_model(parsed)
     problems = []
     shape = None
@@ -101,7 +104,6 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         parsed.values["pipeline_parallel_degree"],
     )
     _resolve_degrees(parsed, dims)
-    _resolve_strategies(parsed)
     resolve_schedule(parsed)
     problems += problems_of(parsed, dims, source, printing)
     if problems or shape is None:
@@ -172,7 +174,9 @@ def _resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: boo
             "of processes: torchrun --nproc_per_node N scripts/run_pretrain.py ..."
         )
     if parsed.values["world_size"] is None:
-        given = environment.get("WORLD_SIZE")
+        given = environment.get("WORLD_SIZE", "").strip()
+        if given and not given.isdigit():
+            raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
         _set(parsed, "world_size", int(given or 1), "WORLD_SIZE" if given else "default")
     if parsed.values["world_size"] < 1:
         raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
@@ -215,6 +219,21 @@ def _resolve_strategies(parsed: Parsed) -> None:
         parsed.values["disable_tqdm"] = False
     if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
         _set(parsed, "metric_for_best_model", "loss", "derived: load_best_model_at_end")
+
+
+def _resolve_weights(parsed: Parsed) -> None:
+    """Evaluation without training needs weights: those of output_dir unless a model is named with them."""
+    values = parsed.values
+    evaluates_only = not values["do_train"] and (values["do_eval"] or values["do_predict"])
+    if not evaluates_only or values["continue_training"] or not values["output_dir"]:
+        return
+    if parsed.sources["model_name_or_path"] != "default" or not has_weights(Path(values["output_dir"])):
+        raise UsageError(
+            f"evaluation without training needs weights: add --continue_training to use those of "
+            f"{values['model_name_or_path']}, or leave the model out and give the output_dir of a finished run"
+        )
+    _set(parsed, "model_name_or_path", values["output_dir"], "derived: the model in output_dir")
+    _set(parsed, "continue_training", True, "derived: the model in output_dir")
 
 
 def _plain(value: Any) -> Any:

@@ -47,6 +47,8 @@ def find_model(parsed: Parsed) -> ModelSource:
         UsageError: if it is neither a built-in name, nor a model folder, nor a config file.
     """
     name = parsed.values["model_name_or_path"]
+    if name == "":
+        raise UsageError("model_name_or_path is empty; give a built-in name, a folder or a config .json file")
     unnamed = parsed.sources["model_name_or_path"] == "default"
     if name is None or (unnamed and all(parsed.values[size] is not None for size in SIZES[:3])):
         missing = [size for size in SIZES[:3] if parsed.values[size] is None]
@@ -138,9 +140,14 @@ def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) ->
         raise UsageError(f"--max_position_embeddings {given} contradicts the weights ({base}); leave it out")
     positions = parsed.values["max_position_embeddings"]
     if length > positions:
+        remedy = (
+            "random weights with a longer table (--continue_training 0)"
+            if parsed.values["continue_training"]
+            else f"--max_position_embeddings {length}"
+        )
         raise UsageError(
             f"max_seq_length {length} is longer than the position table of {positions}; "
-            f"use --max_seq_length {positions}, or random weights (--continue_training 0) with a longer table"
+            f"use --max_seq_length {positions}, or {remedy}"
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gptlm.config import spellings
 from gptlm.config.arguments import arg
+from gptlm.config.checks import device_known
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 
@@ -114,6 +115,8 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
     parsed = parse(PREPROCESS, argv)
     values = parsed.values
     problems = _missing(parsed, "input_path", "output_prefix")
+    if (values["output_prefix"] or "").endswith("/"):
+        problems.append(f"--output_prefix {values['output_prefix']}: expected folder/name, this is a folder")
     if values["workers"] < 1:
         problems.append(f"--workers {values['workers']}: expected at least 1")
     if values["max_doc_num"] is not None and values["max_doc_num"] < 1:
@@ -151,10 +154,16 @@ def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...
     ]
     if values["prompt"] and values["input_file"]:
         problems.append("--prompt and --input_file both give prompts; use one")
-    if values["do_sample"] and values["temperature"] <= 0:
+    if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
         problems.append(
-            f"--temperature {values['temperature']:g}: expected more than 0; leave --do_sample out for greedy"
+            f"--temperature {values['temperature']:g}: expected 0.0001 to 10000; leave --do_sample out for greedy"
         )
+    if values["top_k"] < 0:
+        problems.append(f"--top_k {values['top_k']}: expected 0 (all) or more")
+    if not 0 <= values["seed"] < 2**32:
+        problems.append(f"--seed {values['seed']}: expected 0 to {2**32 - 1}")
+    if not device_known(values["device"]):
+        problems.append(f"--device {values['device']!r}: gptlm runs on gpu and cpu")
     if not 0 < values["top_p"] <= 1:
         problems.append(f"--top_p {values['top_p']:g}: expected more than 0, at most 1")
     if problems:

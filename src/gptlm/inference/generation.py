@@ -1,5 +1,6 @@
 """Continuing prompts."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError
 from gptlm.model.gpt import GPTLMHeadModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,30 @@ def continue_prompts(
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     stop_at_eol: bool = False,
 ) -> Iterator[str]:
-    """The text added to each prompt, in order. A result does not depend on the other prompts of its batch.
+    """The text added to each prompt, in order. Without sampling a result does not depend on the batch size.
 
     Args:
         max_prompt_tokens: a longer prompt keeps its end.
         stop_at_eol: stop at a line break as well as at the end-of-text token.
 
     Raises:
-        GptlmError: if prompt and new tokens cannot fit the position table.
+        GptlmError: if a prompt leaves no room in the position table.
     """
-    positions = model.config.n_positions
-    if max_new_tokens >= positions:
-        raise GptlmError(f"{max_new_tokens} new tokens do not fit the position table of {positions}; ask for fewer")
-    longest = min(max_prompt_tokens, positions - max_new_tokens)
-    rows = [_encode(tokenizer, prompt, longest) for prompt in prompts]
+    rows = [_encode(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
+    room = model.config.n_positions - max(map(len, rows))
+    if room < 1:
+        raise GptlmError(
+            f"a prompt of {max(map(len, rows))} tokens fills the position table of {model.config.n_positions}; "
+            f"shorten it, or give --src_length {model.config.n_positions // 2}"
+        )
+    if room < max_new_tokens:
+        logger.warning(
+            "%d new tokens do not fit the position table of %d after the longest prompt: %d are added at most",
+            max_new_tokens,
+            model.config.n_positions,
+            room,
+        )
+        max_new_tokens = room
     pad = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     options = _options(model, tokenizer, max_new_tokens, sampling, stop_at_eol, pad)
     for start in range(0, len(rows), batch_size):
@@ -56,8 +69,15 @@ def continue_prompts(
         for i, row in enumerate(batch):  # padding on the left: new tokens follow the prompt directly
             ids[i, width - len(row) :] = torch.tensor(row)
             mask[i, width - len(row) :] = 1
-        with torch.inference_mode():
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        try:
+            with torch.inference_mode():
+                out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise GptlmError(
+                "the model's probabilities are no numbers: its weights are damaged, or --temperature is too small"
+            ) from error
         yield from tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
 
 

@@ -22,8 +22,9 @@ def load_for_inference(source: str, device: torch.device) -> tuple[GPTLMHeadMode
         GptlmError: if weights or tokenizer are missing; random weights are never used.
     """
     folder = Path(source)
-    if not has_weights(folder):
-        raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
+    if not has_weights(folder) or not (folder / "config.json").is_file():
+        lacks = "config.json" if has_weights(folder) else "model weights (model.safetensors)"
+        raise GptlmError(f"{folder} holds no {lacks}; give the output_dir of a training run")
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype=torch.float32)
     return model.eval().to(device), tokenizer

@@ -68,6 +68,12 @@ def load_model(
         raise GptlmError(_unreadable(source, error)) from error
     model, report = loaded
     missing = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected:
+        raise GptlmError(
+            f"the weights in {source} hold {len(unexpected)} tensors the config does not know "
+            f"(first: {unexpected[0]}); config.json and weights are not of one model"
+        )
     if missing:
         raise GptlmError(
             f"the weights in {source} do not fill the network: {len(missing)} tensors are missing or of another "

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,9 +243,11 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         return total / ((targets != -100).sum() if num_items is None else num_items)
 
     def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
-        """As transformers' own, and the config names the stock class, which is what lies on disk."""
+        """As transformers' own; the config names the stock class, which is what lies on disk, and all may read it."""
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
+            for file in Path(save_directory).glob("*.safetensors"):  # made for the owner only
+                file.chmod((Path(save_directory) / "config.json").stat().st_mode & 0o777)
             self.config.architectures = ["GPT2LMHeadModel"]
             self.config.save_pretrained(save_directory)
 

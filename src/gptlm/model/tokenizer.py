@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from gptlm.errors import GptlmError
 
 EOS = "<|endoftext|>"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -21,12 +22,16 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         GptlmError: if it cannot be loaded, or has no fast (`tokenizers`) form.
     """
     folder = Path(source)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise GptlmError(
+            f"{source} holds no tokenizer; expected {TOKENIZER_FILES[0]}, or {TOKENIZER_FILES[1]} and merges.txt"
+        )
     if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
         return load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise GptlmError(f"cannot load a tokenizer from {source}: {reason}") from error
     return _fast(tokenizer, source)
 
@@ -76,6 +81,12 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
                 "the file is damaged or belongs to another vocabulary"
             )
         merges.append((parts[0], parts[1]))
+    made = {left + right for left, right in merges}
+    unmade = [t for t in vocabulary if len(t) > 1 and t not in made and not (t.startswith("<") and t.endswith(">"))]
+    if unmade:
+        raise GptlmError(
+            f"{path} has no merge for {len(unmade)} tokens of the vocabulary ({unmade[0]!r}); it was cut short"
+        )
     return merges
 
 

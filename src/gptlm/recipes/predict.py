@@ -35,6 +35,8 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     for note in notes:
         logger.info("%s", note)
     prompts = _prompts(arguments)
+    if arguments.output_file:
+        _make_room(Path(arguments.output_file))
     machine = choose_machine(arguments.device, fp16=False, bf16=False, level="O1")
     use_device(arguments.device, machine)
     model, tokenizer = _load(arguments, torch.device(machine.device))
@@ -46,7 +48,7 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
         prompts,
         batch_size=arguments.batch_size,
         max_prompt_tokens=arguments.src_length,
-        max_new_tokens=min(arguments.tgt_length, model.config.n_positions - 1),
+        max_new_tokens=arguments.tgt_length,
         sampling=Sampling(arguments.do_sample, arguments.top_k, arguments.top_p, arguments.temperature),
         stop_at_eol=prompts == list(DEFAULT_PROMPTS) if stop_at_eol is None else stop_at_eol,
     )
@@ -66,9 +68,11 @@ def _prompts(arguments: PredictArguments) -> list[str]:
         return list(DEFAULT_PROMPTS)
     path = Path(arguments.input_file)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except OSError as error:
         raise GptlmError(f"cannot read the prompts in {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
     if path.suffix == ".jsonl":
         lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1)]
     if not lines:
@@ -79,9 +83,9 @@ def _prompts(arguments: PredictArguments) -> list[str]:
 def _prompt_of(line: str, place: str) -> str:
     try:
         record = json.loads(line)
-        return next(record[key] for key in PROMPT_KEYS if key in record)
-    except (ValueError, StopIteration, TypeError) as error:
-        raise GptlmError(f"{place}: expected an object with the key {' or '.join(PROMPT_KEYS)}") from error
+        return next(record[key] for key in PROMPT_KEYS if isinstance(record.get(key), str))
+    except (ValueError, StopIteration, AttributeError) as error:
+        raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}") from error
 
 
 def _load(arguments: PredictArguments, device: torch.device) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
@@ -94,6 +98,15 @@ def _load(arguments: PredictArguments, device: torch.device) -> tuple[GPTLMHeadM
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
     return load_for_inference(hub_folder(preset.hub_id, weights=True), device)
+
+
+def _make_room(path: Path) -> None:
+    """Find out before the work that the results could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise GptlmError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write(path: Path, prompts: list[str], results: list[str]) -> None:

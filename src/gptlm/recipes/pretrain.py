@@ -3,7 +3,10 @@
 import logging
 import os
 import shutil
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -13,6 +16,7 @@ from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.collate import collate_blocks
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, UsageError
+from gptlm.model.presets import shape_of_config
 from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, process_group_closed, use_device
 from gptlm.recipes.pretrain_data import (
@@ -28,7 +32,7 @@ from gptlm.recipes.pretrain_data import (
 from gptlm.recipes.pretrain_model import find_tokenizer, make_model, say_start
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging, table
-from gptlm.training.results import write_results
+from gptlm.training.results import remove_results, write_results
 from gptlm.training.schedule import Schedule
 from gptlm.training.trainer import PretrainTrainer
 
@@ -46,7 +50,9 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
         raise UsageError("\n".join(run.refusals))
     say_start(run)
     training = run.training
-    _check_output(Path(training.output_dir or ""))
+    _check_output("output_dir", Path(training.output_dir or ""))
+    if training.logging_dir:
+        _check_output("logging_dir", Path(training.logging_dir))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(training.device, machine)
     corpora = open_corpora(run.data.input_dir or "", run.data.split)
@@ -76,7 +82,7 @@ def _run(
     return metrics
 
 
-def _check_output(folder: Path) -> None:
+def _check_output(flag: str, folder: Path) -> None:
     """Find out now, not at the first checkpoint, that nothing can be written.
 
     Raises:
@@ -84,9 +90,13 @@ def _check_output(folder: Path) -> None:
     """
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise GptlmError(f"--output_dir {folder}: {nearest} is a file, not a folder; give another --output_dir")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise GptlmError(f"--output_dir {folder}: {nearest} cannot be written to; give another --output_dir")
+        raise GptlmError(f"--{flag} {folder}: {nearest} is a file, not a folder; give another --{flag}")
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        raise GptlmError(
+            f"--{flag} {folder}: {nearest} cannot be written to ({error.strerror}); give another --{flag}"
+        ) from error
 
 
 def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
@@ -106,7 +116,12 @@ def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
     else:
         found, passed_over = checkpoint.newest(output_dir)
         for reason in passed_over:
-            logger.warning("%s; an older one is tried", reason)
+            logger.warning("%s; it is passed over", reason)
+        if found is None and passed_over:
+            raise GptlmError(
+                f"none of the {len(passed_over)} checkpoints in {output_dir} is whole ({passed_over[0]}); mend "
+                "or remove them, or start anew with --overwrite_output_dir"
+            )
     if found is None:
         if (output_dir / "model.safetensors").exists():
             raise GptlmError(
@@ -120,7 +135,24 @@ def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
             f"--model_name_or_path {found.path} --continue_training and another --output_dir"
         )
+    else:
+        _check_shape(run, found)
     return found
+
+
+def _check_shape(run: PretrainRun, found: checkpoint.Checkpoint) -> None:
+    """Raises GptlmError if the checkpoint is of another model than the command's."""
+    saved = asdict(shape_of_config(found.path / "config.json"))
+    differences = [
+        f"{name} {saved[name]} there, {value} in the command"
+        for name, value in asdict(run.shape).items()
+        if saved[name] != value
+    ]
+    if differences:
+        raise GptlmError(
+            f"the checkpoint {found.path} is of another model: {'; '.join(differences)}; give the same sizes, another "
+            "--output_dir, or --overwrite_output_dir"
+        )
 
 
 def _trainer(
@@ -131,9 +163,9 @@ def _trainer(
     start: checkpoint.Checkpoint | None,
 ) -> PretrainTrainer:
     training = run.training
-    facts = order_facts(run, datasets["train"])
+    facts = {"order": order_facts(run, datasets["train"]), "settings": _settings(run)}
     if start is not None:
-        _warn_if_changed(start, facts)
+        _say_changes(start, facts)
     set_seed(training.seed)
     return PretrainTrainer(
         model=make_model(run, tokenizer),
@@ -147,6 +179,7 @@ def _trainer(
         seq_length=run.data.max_seq_length,
         consumed_samples=start.facts["consumed_samples"] if start else 0,
         consumed_steps=start.facts["global_step"] if start else 0,
+        loss_sum=start.facts["loss_sum"] if start else 0.0,
         facts=facts,
         loss_scale=training.scale_loss,
         keep=training.save_total_limit,
@@ -185,6 +218,7 @@ def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpo
     trainer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
+    metrics["train_loss"] = trainer.mean_loss(result.training_loss)
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
     _report(trainer, "train", metrics)
     evaluation = _evaluation_of_result(trainer)
@@ -208,9 +242,11 @@ def _clear_output(run: PretrainRun, trainer: PretrainTrainer) -> None:
         return
     output_dir = Path(run.training.output_dir or "")
     checkpoint.remove_leftovers(output_dir)
-    for old in checkpoint.folders(output_dir) if run.training.overwrite_output_dir else ():
-        logger.info("%s removed (overwrite_output_dir)", old)
-        shutil.rmtree(old)
+    if run.training.overwrite_output_dir:
+        remove_results(output_dir)
+        for old in checkpoint.folders(output_dir):
+            logger.info("%s removed (overwrite_output_dir)", old)
+            shutil.rmtree(old)
 
 
 def _evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
@@ -236,17 +272,21 @@ def _report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> N
         write_results(Path(trainer.args.output_dir or ""), name, metrics)
 
 
-def _warn_if_changed(start: checkpoint.Checkpoint, facts: dict) -> None:
-    for name, value in facts.items():
-        before = start.facts.get(name)
-        if before != value:
-            logger.warning(
-                "%s was %r when %s was written and is %r now: the samples to come are in another order",
-                name,
-                before,
-                start.path.name,
-                value,
-            )
+def _settings(run: PretrainRun) -> dict[str, Any]:
+    """What changes the updates to come when a run goes on under other flags."""
+    training = run.training
+    names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
+    more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
+
+
+def _say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
+    """One line per value that is not what it was when the checkpoint was written."""
+    for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
+        for name, value in facts[kind].items():
+            before = start.facts.get(kind, {}).get(name)
+            if before != value:
+                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, value, meaning)
 
 
 def _say_run(run: PretrainRun) -> None:

@@ -7,7 +7,7 @@ from torch.utils.data import Subset
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import PretrainRun
-from gptlm.data.cache import IndexCache
+from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.splits import (
     SPLITS,
     Corpus,
@@ -21,6 +21,8 @@ from gptlm.errors import GptlmError
 logger = logging.getLogger(__name__)
 
 TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
+
+MOST_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
 Datasets = dict[str, PretrainingDataset | None]
 
@@ -51,6 +53,7 @@ def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainin
         GptlmError: if ids do not fit the model, a split is too short, or one that is needed is empty.
     """
     output_dir = run.training.output_dir or ""
+    _refuse_too_many(run)
     cache = IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
     samples = sample_counts(run)
     needed = [split for split in SPLITS if _required(run, split) or (split == "test" and run.training.do_eval)]
@@ -86,7 +89,7 @@ def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[st
     parts = getattr(dataset, "datasets", [dataset])
     return {
         "data_order": run.data.data_order,
-        "input_dir": run.data.input_dir,
+        "data": [content_hash(part.tokens.sizes) for part in parts],
         "max_seq_length": run.data.max_seq_length,
         "seed": run.training.seed,
         "split": run.data.split,
@@ -114,6 +117,15 @@ def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
             raise GptlmError(
                 f"the {split} split is empty: --split {run.data.split} leaves none of the {counts} sequences for it; "
                 "give it a larger share, add documents, or leave that evaluation out"
+            )
+
+
+def _refuse_too_many(run: PretrainRun) -> None:
+    for split, count in sample_counts(run).items():
+        if count > MOST_SAMPLES:
+            raise GptlmError(
+                f"the {split} split is asked for {count:,} samples (batch x steps), whose index fits no memory; "
+                "lower --max_steps or the batch size"
             )
 
 

@@ -1,6 +1,7 @@
 """Train a tokenizer on text and save it."""
 
 import logging
+from itertools import chain
 from pathlib import Path
 
 from gptlm.config.tools import TokenizerArguments
@@ -19,7 +20,16 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
         GptlmError: if there is no text, or the folder cannot be written.
     """
     start_logging(speaks=True)
+    folder = Path(arguments.output_dir or "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GptlmError(f"cannot make the folder {folder}: {error.strerror}") from error
     texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
+    first = next((text for text in texts if text.strip()), None)
+    if first is None:
+        raise GptlmError(f"{arguments.input_path} holds no text under {arguments.json_key!r} to train on")
+    texts = chain([first], texts)
     trained = train_tokenizer(texts, arguments.vocab_size, min_frequency=arguments.min_frequency)
     if len(trained) < arguments.vocab_size:
         logger.warning(
@@ -28,7 +38,6 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
             arguments.vocab_size,
             arguments.min_frequency,
         )
-    folder = Path(arguments.output_dir or "")
     try:
         trained.save_pretrained(folder)
         trained.backend_tokenizer.model.save(str(folder))  # GPT-2's two files, for tools that want them

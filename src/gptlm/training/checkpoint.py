@@ -6,12 +6,16 @@ A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest of ever
 
 import json
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from gptlm.errors import GptlmError
 
@@ -117,6 +121,33 @@ def remove_leftovers(output_dir: Path) -> None:
     """Remove folders of checkpoints whose writing was interrupted."""
     for path in output_dir.glob(".checkpoint-*.incomplete"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """A failure to write as one sentence; safetensors and torch.save have their own exceptions for a full disk."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        free = shutil.disk_usage(path if path.exists() else path.parent).free
+        remove_leftovers(path.parent)  # what was written of it would fill the disk
+        raise GptlmError(
+            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole, "
+            "make room and start the same command again"
+        ) from error
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """A checkpoint file whose content is damaged although its size is right, as one sentence."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise GptlmError(
+            f"the checkpoint {path} cannot be read: {reason}; remove that folder to go on from an older one"
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -5,24 +5,25 @@ Overridden, and why:
     create_scheduler                            our schedules
     log                                         PaddleNLP's fields
     _init_training_state                        a resumed run obeys the new command's intervals
+    _load_optimizer_and_scheduler               ... and its learning rate, weight decay and betas
+    _maybe_log_save_evaluate                    a loss that is no number stops the run before it is saved
     _save_checkpoint                            written aside, then renamed
     _load_from_checkpoint, _load_best_model     with the weight layout of model/gpt.py
 """
 
 import logging
+import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import nested_gather
 
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
@@ -33,6 +34,8 @@ from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZER_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
 
 
 class ProgressBar(ProgressCallback):
@@ -56,6 +59,7 @@ class PretrainTrainer(Trainer):
         schedule: learning rate by optimizer update.
         seq_length: tokens per sample, for the speed in the log.
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
+        loss_sum: sum of the losses of the steps before, for the mean over the whole run.
         facts: noted in each checkpoint's manifest.
         loss_scale: first value of fp16's dynamic loss scale.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
@@ -69,6 +73,7 @@ class PretrainTrainer(Trainer):
         seq_length: int,
         consumed_samples: int = 0,
         consumed_steps: int = 0,
+        loss_sum: float = 0.0,
         facts: dict[str, Any] | None = None,
         loss_scale: float = 32768.0,
         keep: int | None = None,
@@ -77,7 +82,8 @@ class PretrainTrainer(Trainer):
     ):
         super().__init__(*args, **kwargs)
         self.schedule = schedule
-        self.start_samples, self.start_step = consumed_samples, consumed_steps
+        self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
+        self.loss_sum = loss_sum
         self.facts = facts or {}
         self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
         self.process_memory = process_memory
@@ -165,6 +171,48 @@ class PretrainTrainer(Trainer):
         self.state.compute_steps(self.args, max_steps)
         return position
 
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if folder is None or self.optimizer is None:
+            return
+        wanted = [{name: group[name] for name in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
+        with checkpoint.reading(folder):
+            super()._load_optimizer_and_scheduler(folder)
+        scheduler: Any = self.lr_scheduler
+        scheduler.base_lrs = [group["initial_lr"] for group in wanted]
+        for group, settings in zip(self.optimizer.param_groups, wanted, strict=True):
+            group.update(settings)
+            group["lr"] = settings["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _load_rng_state(self, folder: str | None) -> None:
+        with checkpoint.reading(folder or ""):
+            super()._load_rng_state(folder)
+
+    def _maybe_log_save_evaluate(self, tr_loss, *args, **kwargs) -> None:
+        if self.control.should_log or self.control.should_save:
+            pending = nested_gather(tr_loss, self.args.parallel_mode).mean().item()
+            self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
+            if not math.isfinite(pending):
+                raise GptlmError(self._not_a_number(pending))
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _not_a_number(self, value: float) -> str:
+        good = [entry for entry in self.state.log_history if math.isfinite(entry.get("loss", math.nan))]
+        last = (
+            f"the last good one was {good[-1]['loss']} at step {good[-1]['step']}" if good else "none was good before"
+        )
+        newest = checkpoint.folders(self.output_dir)
+        where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
+        return (
+            f"the loss is {value} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; "
+            "try a lower --learning_rate, more --warmup_steps, --max_grad_norm 1.0, or --bf16 instead of --fp16"
+        )
+
+    def mean_loss(self, mean_since_start: float) -> float:
+        """Mean training loss over all steps of the run, from the mean over those since this start."""
+        steps = self.state.global_step - self.start_step
+        return (self.start_loss_sum + mean_since_start * steps) / max(self.state.global_step, 1)
+
     # Log --------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -199,12 +247,12 @@ class PretrainTrainer(Trainer):
         Raises:
             GptlmError: if they cannot be written.
         """
-        with _writing(self.output_dir, "the final model"):
+        with checkpoint.writing(self.output_dir, "the final model"):
             self.save_model()
 
     def _save_checkpoint(self, model, trial) -> None:
         staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
-        with _writing(staging, "the checkpoint"):
+        with checkpoint.writing(staging, "the checkpoint"):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
@@ -241,6 +289,7 @@ class PretrainTrainer(Trainer):
             **self.facts,
             "global_step": self.state.global_step,
             "consumed_samples": self.consumed_samples,
+            "loss_sum": self.loss_sum,
             "world_size": self.args.world_size,
             "global_batch_size": self.samples_per_step,
         }
@@ -261,20 +310,6 @@ class PretrainTrainer(Trainer):
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
-
-
-@contextmanager
-def _writing(path: Path, what: str) -> Iterator[None]:
-    """A failure to write as one sentence; safetensors and torch.save have their own exceptions for a full disk."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        free = shutil.disk_usage(path if path.exists() else path.parent).free
-        raise GptlmError(
-            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole, "
-            "make room and start the same command again"
-        ) from error
 
 
 class _Bookkeeping(TrainerCallback):
