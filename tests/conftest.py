@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptlm.data.indexed import IndexedTokensWriter
+from gptlm.data.writer import IndexedTokensWriter
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).parents[1]

@@ -6,15 +6,9 @@ import struct
 import numpy as np
 import pytest
 
-from gptlm.data.indexed import (
-    IndexedTokensWriter,
-    dtype_for,
-    find_prefixes,
-    first_bad_token,
-    id_range,
-    open_tokens,
-    parse_input,
-)
+from gptlm.data.indexed import dtype_for, first_bad_token, id_range, open_tokens
+from gptlm.data.inputs import find_prefixes, parse_input
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
 

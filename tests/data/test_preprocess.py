@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from gptlm.data.corpus import list_files, read_batches
-from gptlm.data.indexed import IndexedTokensWriter, open_tokens
+from gptlm.data.indexed import open_tokens
 from gptlm.data.preprocess import EncodeSettings, write_corpus
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
 

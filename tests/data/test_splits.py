@@ -8,8 +8,8 @@ import pytest
 
 from gptlm.data import cache as cache_module
 from gptlm.data.cache import IndexCache
-from gptlm.data.indexed import IndexedTokensWriter
 from gptlm.data.splits import build_split, check_ids, default_cache_folders, open_corpora
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from tests.conftest import write_tokens
 

@@ -1,4 +1,4 @@
-"""Token files on disk: Megatron's `.bin/.idx` (MMIDIDX) and PaddleNLP's `_ids.npy/_idx.npz`, read and written.
+"""Token files on disk: Megatron's `.bin/.idx` (MMIDIDX) and PaddleNLP's `_ids.npy/_idx.npz`.
 
 Both hold the same thing: all token ids back to back, and the length of each sequence. One reader serves both; it
 never loads the tokens, it maps them. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP `paddlenlp/data`.
@@ -7,7 +7,6 @@ never loads the tokens, it maps them. Byte layouts: Megatron-LM `indexed_dataset
 import json
 import os
 import zipfile
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def _open_mmap(prefix: str) -> IndexedTokens:
     pointers = raw[START + 4 * n : START + 12 * n].view("<i8")
     documents = raw[START + 12 * n : expected].view("<i8")
     _check_sizes(index_path, sizes)
-    starts = _starts(sizes)
+    starts = sequence_starts(sizes)
     if not np.array_equal(starts * dtype.itemsize, pointers):
         raise GptlmError(f"{index_path}: the byte pointers are not the running sum of the lengths; preprocess again")
     wanted, found = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, tokens_path.stat().st_size
@@ -142,7 +141,7 @@ def _open_npy(prefix: str) -> IndexedTokens:
             f"{tokens_path} holds {len(tokens)} tokens, {index_path} describes {total}: "
             "the pair is not of one run; preprocess again"
         )
-    return IndexedTokens(prefix, tokens, sizes, _starts(sizes), documents.astype(np.int64))
+    return IndexedTokens(prefix, tokens, sizes, sequence_starts(sizes), documents.astype(np.int64))
 
 
 def _require(*paths: Path) -> None:
@@ -158,7 +157,7 @@ def _check_sizes(path: Path, sizes: np.ndarray) -> None:
         raise GptlmError(f"{path}: sequence {int(np.argmin(sizes))} has length {int(sizes.min())}; preprocess again")
 
 
-def _starts(sizes: np.ndarray) -> np.ndarray:
+def sequence_starts(sizes: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(sizes), dtype=np.int64)
     np.cumsum(sizes[:-1], dtype=np.int64, out=starts[1:])
     return starts
@@ -208,168 +207,3 @@ def read_metadata(prefix: str) -> dict:
         return facts
     except (ValueError, TypeError) as error:
         raise GptlmError(f"{path} is damaged ({error}); remove it or preprocess again") from error
-
-
-class IndexedTokensWriter:
-    """Write one corpus, document by document, in either format; nothing has its final name before `finish`.
-
-    Args:
-        prefix: path without suffix.
-        vocab_size: entries of the tokenizer; fixes the dtype, and every id must lie in [0, vocab_size).
-        layout: "mmap" for `.bin/.idx`, "npy" for `_ids.npy/_idx.npz`.
-
-    Memory: 4 bytes per sequence and 8 per document.
-    """
-
-    def __init__(self, prefix: str, vocab_size: int, layout: str = "mmap"):
-        assert layout in ("mmap", "npy"), layout
-        self.prefix, self.vocab_size, self.layout = prefix, vocab_size, layout
-        self.dtype = dtype_for(vocab_size)
-        self.sizes = array("i")
-        self.document_starts = array("q", [0])
-        self.total = 0
-        self.highest = -1
-        suffixes = (".bin", ".idx") if layout == "mmap" else ("_ids.npy", "_idx.npz")
-        self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
-        self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(_temporary(self.tokens_path), "wb")
-        if layout == "npy":
-            self._file.write(self._npy_header())
-
-    def add(self, ids: np.ndarray, lengths: list[int]) -> None:
-        """Append documents of one sequence each: `ids` (sum of lengths,) back to back.
-
-        Raises:
-            GptlmError: if an id lies outside [0, vocab_size).
-        """
-        if len(ids):
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.vocab_size:
-                raise GptlmError(
-                    f"the tokenizer gave id {low if low < 0 else high}, its vocabulary has {self.vocab_size} "
-                    f"entries; ids would be stored wrongly in {self.dtype}"
-                )
-            self.highest = max(self.highest, high)
-        self._file.write(ids.astype(self.dtype).tobytes())
-        first = len(self.sizes)
-        self.sizes.extend(lengths)
-        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
-        self.total += len(ids)
-
-    def finish(self, metadata: dict) -> list[Path]:
-        """Write the index and the metadata, give all files their final names; returns their paths."""
-        if self.layout == "npy":
-            self._file.seek(0)
-            self._file.write(self._npy_header())
-        self._close()
-        index_temporary = _temporary(self.index_path)
-        with open(index_temporary, "wb") as file:
-            self._write_index(file)
-            file.flush()
-            os.fsync(file.fileno())
-        facts = {
-            **metadata,
-            "vocab_size": self.vocab_size,
-            "dtype": str(self.dtype),
-            "documents": len(self.document_starts) - 1,
-            "tokens": self.total,
-            "max_id": self.highest,
-        }
-        metadata_temporary = _temporary(metadata_path(self.prefix))
-        # ASCII escapes: under a C locale a path may hold bytes that UTF-8 text cannot
-        metadata_temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        # The index last: without it the pair does not open.
-        self.index_path.unlink(missing_ok=True)
-        os.replace(_temporary(self.tokens_path), self.tokens_path)
-        os.replace(metadata_temporary, metadata_path(self.prefix))
-        os.replace(index_temporary, self.index_path)
-        return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
-
-    def abandon(self) -> None:
-        """Remove what was written under temporary names."""
-        self._close()
-        for path in (self.tokens_path, self.index_path, metadata_path(self.prefix)):
-            _temporary(path).unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-    def _write_index(self, file) -> None:
-        sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.empty(0, np.int32)
-        documents = np.frombuffer(self.document_starts, dtype=np.int64)
-        if self.layout == "npy":
-            np.savez(file, lens=sizes, docs=documents)
-            return
-        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        header = np.array((1, code, len(sizes), len(documents)), dtype=HEADER)
-        file.write(MAGIC + header.tobytes())
-        for part in (sizes, _starts(sizes) * self.dtype.itemsize, documents):
-            file.write(part.tobytes())
-
-    def _npy_header(self) -> bytes:
-        """A version-1 .npy header for `total` tokens, always 128 bytes so that it can be rewritten at the end."""
-        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.total},), }}"
-        return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".incomplete")
-
-
-def find_prefixes(folder: str) -> list[str]:
-    """Prefixes of all corpora in `folder`, sorted by name (the originals take the file system's order).
-
-    Raises:
-        GptlmError: if the folder is missing or holds none.
-    """
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise GptlmError(
-            f"cannot list the data folder {folder}: {error.strerror}; --input_dir takes a folder with .bin/.idx or "
-            "_ids.npy/_idx.npz files, or 'weight1 prefix1 weight2 prefix2'"
-        ) from error
-    prefixes: dict[str, None] = {}
-    for name in names:
-        for suffix in ("_idx.npz", "_ids.npy", ".idx", ".bin"):
-            if name.endswith(suffix):
-                prefixes[os.path.join(folder, name[: -len(suffix)])] = None
-    if not prefixes:
-        listing = ", ".join(names[:5]) or "nothing"
-        raise GptlmError(
-            f"{folder} holds no token files (.bin/.idx or _ids.npy/_idx.npz), it holds {listing}; "
-            "make them with scripts/preprocess_data.py"
-        )
-    return list(prefixes)
-
-
-def parse_input(input_dir: str) -> list[tuple[float, str]]:
-    """`--input_dir` as (weight, prefix) pairs: a folder, one prefix, or "w1 p1 w2 p2 ...".
-
-    Raises:
-        GptlmError: if a weight is no number, is negative, or all are zero; or as `find_prefixes`.
-    """
-    if os.path.isdir(input_dir):
-        return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
-    if any(os.path.exists(input_dir + suffix) for suffix in (".idx", ".bin", "_ids.npy", "_idx.npz")):
-        return [(1.0, input_dir)]
-    words = input_dir.split()
-    if len(words) < 2:
-        return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
-    if len(words) % 2:
-        raise GptlmError(f"--input_dir {input_dir!r} has {len(words)} words; expected pairs 'weight1 prefix1 ...'")
-    parts = []
-    for weight, prefix in zip(words[::2], words[1::2], strict=True):
-        try:
-            parts.append((float(weight), prefix))
-        except ValueError:
-            raise GptlmError(
-                f"--input_dir: {weight!r} is no weight; expected 'weight1 prefix1 weight2 prefix2 ...'"
-            ) from None
-    weights = np.array([weight for weight, _ in parts])
-    if not np.isfinite(weights).all() or weights.min() < 0 or weights.sum() <= 0:
-        raise GptlmError(f"--input_dir {input_dir!r}: weights must be 0 or more, finite, and not all 0")
-    return parts

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gptlm.data.corpus import Batch, texts_of
-from gptlm.data.indexed import IndexedTokensWriter
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
 BATCHES_AHEAD = 4  # batches in flight per worker; bounds memory whatever the corpus size

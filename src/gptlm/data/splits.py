@@ -10,15 +10,8 @@ import numpy as np
 from gptlm.data.blend import BlendedDataset, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache, content_hash
-from gptlm.data.indexed import (
-    IndexedTokens,
-    first_bad_token,
-    id_range,
-    metadata_path,
-    open_tokens,
-    parse_input,
-    read_metadata,
-)
+from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, metadata_path, open_tokens, read_metadata
+from gptlm.data.inputs import parse_input
 from gptlm.data.order import SampleOrder, build_order, split_bounds
 from gptlm.errors import GptlmError
 

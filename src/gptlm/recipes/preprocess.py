@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.tools import PreprocessJob
 from gptlm.data.corpus import list_files, read_batches
-from gptlm.data.indexed import IndexedTokensWriter
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS

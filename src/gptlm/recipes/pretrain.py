@@ -3,10 +3,7 @@
 import logging
 import os
 import shutil
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -15,8 +12,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.collate import collate_blocks
 from gptlm.data.splits import Corpus, open_corpora
-from gptlm.errors import GptlmError, UsageError
-from gptlm.model.presets import shape_of_config
+from gptlm.errors import UsageError
 from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, process_group_closed, use_device
 from gptlm.recipes.pretrain_data import (
@@ -30,6 +26,7 @@ from gptlm.recipes.pretrain_data import (
     window,
 )
 from gptlm.recipes.pretrain_model import find_tokenizer, make_model, say_start
+from gptlm.recipes.pretrain_start import check_output, say_changes, settings, starting_point
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging, table
 from gptlm.training.results import remove_results, write_results
@@ -50,14 +47,14 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
         raise UsageError("\n".join(run.refusals))
     say_start(run)
     training = run.training
-    _check_output("output_dir", Path(training.output_dir or ""))
+    check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
-        _check_output("logging_dir", Path(training.logging_dir))
+        check_output("logging_dir", Path(training.logging_dir))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(training.device, machine)
     corpora = open_corpora(run.data.input_dir or "", run.data.split)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    start = _starting_point(run)
+    start = starting_point(run)
     with process_group_closed():
         return _run(run, machine, corpora, start)
 
@@ -82,79 +79,6 @@ def _run(
     return metrics
 
 
-def _check_output(flag: str, folder: Path) -> None:
-    """Find out now, not at the first checkpoint, that nothing can be written.
-
-    Raises:
-        GptlmError: if `folder` or what it would lie in is a file, or cannot be written to.
-    """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise GptlmError(f"--{flag} {folder}: {nearest} is a file, not a folder; give another --{flag}")
-    try:
-        tempfile.TemporaryDirectory(dir=nearest).cleanup()
-    except OSError as error:
-        raise GptlmError(
-            f"--{flag} {folder}: {nearest} cannot be written to ({error.strerror}); give another --{flag}"
-        ) from error
-
-
-def _starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from; None starts at step 0.
-
-    Raises:
-        GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
-    """
-    training = run.training
-    output_dir = Path(training.output_dir or "")
-    if not training.do_train or training.overwrite_output_dir:
-        return None
-    asked = training.resume_from_checkpoint
-    found: checkpoint.Checkpoint | None
-    if asked and asked.lower() not in ("true", "1", "yes"):
-        found = checkpoint.read(Path(asked))
-    else:
-        found, passed_over = checkpoint.newest(output_dir)
-        for reason in passed_over:
-            logger.warning("%s; it is passed over", reason)
-        if found is None and passed_over:
-            raise GptlmError(
-                f"none of the {len(passed_over)} checkpoints in {output_dir} is whole ({passed_over[0]}); mend "
-                "or remove them, or start anew with --overwrite_output_dir"
-            )
-    if found is None:
-        if (output_dir / "model.safetensors").exists():
-            raise GptlmError(
-                f"{output_dir} holds a model but no checkpoint to go on from; give another --output_dir, or "
-                "--overwrite_output_dir to replace it"
-            )
-        if asked:
-            logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
-    elif not (found.path / "optimizer.pt").is_file():
-        raise GptlmError(
-            f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
-            f"--model_name_or_path {found.path} --continue_training and another --output_dir"
-        )
-    else:
-        _check_shape(run, found)
-    return found
-
-
-def _check_shape(run: PretrainRun, found: checkpoint.Checkpoint) -> None:
-    """Raises GptlmError if the checkpoint is of another model than the command's."""
-    saved = asdict(shape_of_config(found.path / "config.json"))
-    differences = [
-        f"{name} {saved[name]} there, {value} in the command"
-        for name, value in asdict(run.shape).items()
-        if saved[name] != value
-    ]
-    if differences:
-        raise GptlmError(
-            f"the checkpoint {found.path} is of another model: {'; '.join(differences)}; give the same sizes, another "
-            "--output_dir, or --overwrite_output_dir"
-        )
-
-
 def _trainer(
     run: PretrainRun,
     arguments: HFTrainingArguments,
@@ -163,9 +87,9 @@ def _trainer(
     start: checkpoint.Checkpoint | None,
 ) -> PretrainTrainer:
     training = run.training
-    facts = {"order": order_facts(run, datasets["train"]), "settings": _settings(run)}
+    facts = {"order": order_facts(run, datasets["train"]), "settings": settings(run)}
     if start is not None:
-        _say_changes(start, facts)
+        say_changes(start, facts)
     set_seed(training.seed)
     return PretrainTrainer(
         model=make_model(run, tokenizer),
@@ -270,23 +194,6 @@ def _report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> N
         logger.info("%s", line)
     if trainer.args.should_save:
         write_results(Path(trainer.args.output_dir or ""), name, metrics)
-
-
-def _settings(run: PretrainRun) -> dict[str, Any]:
-    """What changes the updates to come when a run goes on under other flags."""
-    training = run.training
-    names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
-    more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
-
-
-def _say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
-    """One line per value that is not what it was when the checkpoint was written."""
-    for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
-        for name, value in facts[kind].items():
-            before = start.facts.get(kind, {}).get(name)
-            if before != value:
-                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, value, meaning)
 
 
 def _say_run(run: PretrainRun) -> None:

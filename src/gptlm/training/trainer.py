@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import nested_gather
 
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
 from gptlm.training import checkpoint
+from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, ProgressBar
 from gptlm.training.logging import Throughput, log_line, train_fields
 from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
@@ -36,20 +37,6 @@ from gptlm.training.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
-
-
-class ProgressBar(ProgressCallback):
-    """The bar of HuggingFace's Trainer without its printing of log dicts."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        pass
-
-
-class OwnDropoutPerRank(TrainerCallback):
-    """Without this all data-parallel ranks would draw the same dropout masks."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(args.seed + args.process_index)
 
 
 class PretrainTrainer(Trainer):
@@ -97,7 +84,7 @@ class PretrainTrainer(Trainer):
         if not self.args.disable_tqdm:
             self.add_callback(ProgressBar())
         self.add_callback(OwnDropoutPerRank())
-        self.add_callback(_Bookkeeping(self))
+        self.add_callback(Bookkeeping(self))
 
     @property
     def samples_per_step(self) -> int:
@@ -310,17 +297,3 @@ class PretrainTrainer(Trainer):
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
-
-
-class _Bookkeeping(TrainerCallback):
-    """Epoch fraction by consumed samples, and a clock that starts with the training."""
-
-    def __init__(self, trainer: PretrainTrainer):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.throughput.restart(state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        dataset: Any = self.trainer.train_dataset
-        state.epoch = self.trainer.consumed_samples / len(dataset)

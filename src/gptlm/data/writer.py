@@ -1,0 +1,120 @@
+"""Writing token files: nothing has its final name before everything is written."""
+
+import json
+import os
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from gptlm.data.indexed import DTYPES, HEADER, MAGIC, dtype_for, metadata_path, sequence_starts
+from gptlm.errors import GptlmError
+
+
+class IndexedTokensWriter:
+    """Write one corpus, document by document, in either format; nothing has its final name before `finish`.
+
+    Args:
+        prefix: path without suffix.
+        vocab_size: entries of the tokenizer; fixes the dtype, and every id must lie in [0, vocab_size).
+        layout: "mmap" for `.bin/.idx`, "npy" for `_ids.npy/_idx.npz`.
+
+    Memory: 4 bytes per sequence and 8 per document.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, layout: str = "mmap"):
+        assert layout in ("mmap", "npy"), layout
+        self.prefix, self.vocab_size, self.layout = prefix, vocab_size, layout
+        self.dtype = dtype_for(vocab_size)
+        self.sizes = array("i")
+        self.document_starts = array("q", [0])
+        self.total = 0
+        self.highest = -1
+        suffixes = (".bin", ".idx") if layout == "mmap" else ("_ids.npy", "_idx.npz")
+        self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
+        self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(_temporary(self.tokens_path), "wb")
+        if layout == "npy":
+            self._file.write(self._npy_header())
+
+    def add(self, ids: np.ndarray, lengths: list[int]) -> None:
+        """Append documents of one sequence each: `ids` (sum of lengths,) back to back.
+
+        Raises:
+            GptlmError: if an id lies outside [0, vocab_size).
+        """
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise GptlmError(
+                    f"the tokenizer gave id {low if low < 0 else high}, its vocabulary has {self.vocab_size} "
+                    f"entries; ids would be stored wrongly in {self.dtype}"
+                )
+            self.highest = max(self.highest, high)
+        self._file.write(ids.astype(self.dtype).tobytes())
+        first = len(self.sizes)
+        self.sizes.extend(lengths)
+        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
+        self.total += len(ids)
+
+    def finish(self, metadata: dict) -> list[Path]:
+        """Write the index and the metadata, give all files their final names; returns their paths."""
+        if self.layout == "npy":
+            self._file.seek(0)
+            self._file.write(self._npy_header())
+        self._close()
+        index_temporary = _temporary(self.index_path)
+        with open(index_temporary, "wb") as file:
+            self._write_index(file)
+            file.flush()
+            os.fsync(file.fileno())
+        facts = {
+            **metadata,
+            "vocab_size": self.vocab_size,
+            "dtype": str(self.dtype),
+            "documents": len(self.document_starts) - 1,
+            "tokens": self.total,
+            "max_id": self.highest,
+        }
+        metadata_temporary = _temporary(metadata_path(self.prefix))
+        # ASCII escapes: under a C locale a path may hold bytes that UTF-8 text cannot
+        metadata_temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        # The index last: without it the pair does not open.
+        self.index_path.unlink(missing_ok=True)
+        os.replace(_temporary(self.tokens_path), self.tokens_path)
+        os.replace(metadata_temporary, metadata_path(self.prefix))
+        os.replace(index_temporary, self.index_path)
+        return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
+
+    def abandon(self) -> None:
+        """Remove what was written under temporary names."""
+        self._close()
+        for path in (self.tokens_path, self.index_path, metadata_path(self.prefix)):
+            _temporary(path).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _write_index(self, file) -> None:
+        sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.empty(0, np.int32)
+        documents = np.frombuffer(self.document_starts, dtype=np.int64)
+        if self.layout == "npy":
+            np.savez(file, lens=sizes, docs=documents)
+            return
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        header = np.array((1, code, len(sizes), len(documents)), dtype=HEADER)
+        file.write(MAGIC + header.tobytes())
+        for part in (sizes, sequence_starts(sizes) * self.dtype.itemsize, documents):
+            file.write(part.tobytes())
+
+    def _npy_header(self) -> bytes:
+        """A version-1 .npy header for `total` tokens, always 128 bytes so that it can be rewritten at the end."""
+        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.total},), }}"
+        return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".incomplete")

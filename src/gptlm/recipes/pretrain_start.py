@@ -1,0 +1,104 @@
+"""Where a pretraining run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
+
+import logging
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gptlm.config.run import PretrainRun
+from gptlm.errors import GptlmError
+from gptlm.model.presets import shape_of_config
+from gptlm.training import checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def check_output(flag: str, folder: Path) -> None:
+    """Find out now, not at the first checkpoint, that nothing can be written.
+
+    Raises:
+        GptlmError: if `folder` or what it would lie in is a file, or cannot be written to.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise GptlmError(f"--{flag} {folder}: {nearest} is a file, not a folder; give another --{flag}")
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        raise GptlmError(
+            f"--{flag} {folder}: {nearest} cannot be written to ({error.strerror}); give another --{flag}"
+        ) from error
+
+
+def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from; None starts at step 0.
+
+    Raises:
+        GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
+    """
+    training = run.training
+    output_dir = Path(training.output_dir or "")
+    if not training.do_train or training.overwrite_output_dir:
+        return None
+    asked = training.resume_from_checkpoint
+    found: checkpoint.Checkpoint | None
+    if asked and asked.lower() not in ("true", "1", "yes"):
+        found = checkpoint.read(Path(asked))
+    else:
+        found, passed_over = checkpoint.newest(output_dir)
+        for reason in passed_over:
+            logger.warning("%s; it is passed over", reason)
+        if found is None and passed_over:
+            raise GptlmError(
+                f"none of the {len(passed_over)} checkpoints in {output_dir} is whole ({passed_over[0]}); mend "
+                "or remove them, or start anew with --overwrite_output_dir"
+            )
+    if found is None:
+        if (output_dir / "model.safetensors").exists():
+            raise GptlmError(
+                f"{output_dir} holds a model but no checkpoint to go on from; give another --output_dir, or "
+                "--overwrite_output_dir to replace it"
+            )
+        if asked:
+            logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
+    elif not (found.path / "optimizer.pt").is_file():
+        raise GptlmError(
+            f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
+            f"--model_name_or_path {found.path} --continue_training and another --output_dir"
+        )
+    else:
+        _check_shape(run, found)
+    return found
+
+
+def _check_shape(run: PretrainRun, found: checkpoint.Checkpoint) -> None:
+    """Raises GptlmError if the checkpoint is of another model than the command's."""
+    saved = asdict(shape_of_config(found.path / "config.json"))
+    differences = [
+        f"{name} {saved[name]} there, {value} in the command"
+        for name, value in asdict(run.shape).items()
+        if saved[name] != value
+    ]
+    if differences:
+        raise GptlmError(
+            f"the checkpoint {found.path} is of another model: {'; '.join(differences)}; give the same sizes, another "
+            "--output_dir, or --overwrite_output_dir"
+        )
+
+
+def settings(run: PretrainRun) -> dict[str, Any]:
+    """What changes the updates to come when a run goes on under other flags."""
+    training = run.training
+    names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
+    more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
+
+
+def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
+    """One line per value that is not what it was when the checkpoint was written."""
+    for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
+        for name, value in facts[kind].items():
+            before = start.facts.get(kind, {}).get(name)
+            if before != value:
+                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, value, meaning)
