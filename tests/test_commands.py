@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptlm.cli import see_one_card
 from gptlm.data.indexed import open_tokens
 from tests.config.test_run import README
 from tests.conftest import ROOT, run_script
@@ -214,6 +215,16 @@ def test_bad_predictions(work, model, words, code, says):
     (work / "null.jsonl").write_text('{"prompt": null}')
     result = run_script("predict_generation", *words.split(), cwd=work, environment={"HF_HUB_OFFLINE": "1"})
     assert (result.returncode, says in result.stderr) == (code, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [("gpu", "2,3", "2,3"), ("gpu:1", "2,3", "3"), ("gpu:1", None, "1"), ("gpu:5", "2,3", "-1"), ("cpu", None, None)],
+)
+def test_a_numbered_card_is_the_only_one_seen(device, before, after):
+    environment = {"CUDA_VISIBLE_DEVICES": before} if before else {}
+    see_one_card(device, environment)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == after
 
 
 def test_help_and_unknown_commands():

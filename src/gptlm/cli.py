@@ -6,7 +6,7 @@ when they are called: help, a wrong flag or --print_config wait for nothing heav
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from gptlm.config.parser import Vocabulary, help_text
@@ -35,6 +35,7 @@ def pretrain(argv: Sequence[str]) -> None:
     if printing:
         print(run.as_json())
         return
+    see_one_card(run.training.device, os.environ)
     from gptlm.recipes.pretrain import pretrain as recipe
 
     recipe(run)
@@ -56,6 +57,7 @@ def tokenizer(argv: Sequence[str]) -> None:
 
 def predict(argv: Sequence[str]) -> None:
     arguments, notes = parse_predict(argv)
+    see_one_card(arguments.device, os.environ)
     from gptlm.recipes.predict import predict as recipe
 
     recipe(arguments, notes)
@@ -111,6 +113,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
+    """Let `gpu:N` mean card N: this process sees that card only. Must come before CUDA is initialised."""
+    _, _, index = device.partition(":")
+    if index:
+        visible = [card for card in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
+        known = visible[int(index)] if int(index) < len(visible) else "-1"
+        environment["CUDA_VISIBLE_DEVICES"] = known if visible else index
 
 
 def _be_utf8() -> None:

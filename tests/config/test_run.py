@@ -78,6 +78,7 @@ def test_the_world_comes_from_the_launcher():
     refused(BASE + "--world_size 4", "print_config only")
     with pytest.raises(UsageError, match="WORLD_SIZE.*'abc'"):
         parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "abc"})
+    refused(BASE + "--device gpu:1", "one card, there are 2 processes", world=2)
 
 
 @pytest.mark.parametrize(

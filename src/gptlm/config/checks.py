@@ -91,6 +91,8 @@ def _training(parsed: Parsed) -> Iterator[str]:
         yield "At most one of fp16 and bf16 can be True, but not both"
     if not device_known(values["device"]):
         yield f"device {values['device']!r}: gptlm runs on gpu and cpu"
+    elif ":" in values["device"] and values["world_size"] > 1:
+        yield f"device {values['device']!r} is one card, there are {values['world_size']} processes; use --device gpu"
     for tracker in values["report_to"]:
         if tracker not in TRACKERS:
             yield f"report_to {tracker!r}: expected {', '.join(TRACKERS[:5])}"

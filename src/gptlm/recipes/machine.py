@@ -48,17 +48,12 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
     return Machine(found, half)
 
 
-def use_device(device: str, machine: Machine) -> None:
-    """Let `gpu:N` of a single process mean card N, and quieten what looks for accelerators when there is none."""
-    _, _, index = device.partition(":")
+def use_device(machine: Machine) -> None:
+    """Quieten what looks for accelerators when there is none; say when cards are left idle."""
     if machine.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return
     cards = torch.cuda.device_count()
-    if index and int(index) >= cards:
-        raise UsageError(f"--device {device}: there are {cards} GPUs, numbered from 0")
-    if index:
-        torch.cuda.set_device(int(index))
     if cards > 1 and "LOCAL_RANK" not in os.environ:
         logger.warning(
             "%d GPUs are visible, this process uses one; for all of them: torchrun --nproc_per_node %d ...",

@@ -38,7 +38,7 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     if arguments.output_file:
         _make_room(Path(arguments.output_file))
     machine = choose_machine(arguments.device, fp16=False, bf16=False, level="O1")
-    use_device(arguments.device, machine)
+    use_device(machine)
     model, tokenizer = _load(arguments, torch.device(machine.device))
     stop_at_eol = arguments.stop_at_eol
     torch.manual_seed(arguments.seed)
