@@ -53,6 +53,20 @@ def test_paddlenlp_s_readme_command_on_eight_processes():
     assert sum("use_flash_attention" in note for note in found["notes"]) == 1
 
 
+def test_what_is_always_printed():
+    always = (
+        "model_name_or_path input_dir output_dir max_seq_length num_hidden_layers hidden_size num_attention_heads "
+        "intermediate_size vocab_size max_position_embeddings per_device_train_batch_size gradient_accumulation_steps "
+        "local_batch_size global_batch_size world_size data_parallel_degree tensor_parallel_degree "
+        "pipeline_parallel_degree virtual_pp_degree sharding sharding_parallel_degree sequence_parallel fp16 bf16 "
+        "fp16_opt_level scale_loss recompute recompute_granularity learning_rate min_learning_rate lr_scheduler_type "
+        "warmup_steps decay_steps max_steps eval_steps save_steps logging_steps split seed data_order"
+    ).split()
+    found = resolve("")
+    assert set(always) <= set(found["run"]) == set(found["from"])
+    assert (found["run"]["input_dir"], found["run"]["eval_steps"], found["run"]["max_steps"]) == (None, None, -1)
+
+
 def test_one_process_has_nothing_to_shard():
     found = resolve(README)
     assert found["run"]["sharding_parallel_degree"] == 1
