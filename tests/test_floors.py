@@ -93,8 +93,12 @@ def test_foreign_words_occur_in_the_spellings_only():
 
 
 def test_the_door_imports_nothing_heavy():
-    code = (
-        "import sys, gptlm.cli; print([m for m in ('torch','transformers','datasets','deepspeed') if m in sys.modules])"
-    )
+    """Neither help, nor a resolved run, nor an error waits for torch."""
+    code = """
+import sys, gptlm.cli
+for words in (["--help"], ["--print_config", "--model_name_or_path", "gpt2-en"], ["--max_stepz", "1"]):
+    gptlm.cli.main(["pretrain", *words])
+print([m for m in ("torch", "transformers", "datasets", "deepspeed", "tokenizers") if m in sys.modules])
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.splitlines()[-1] == "[]" and "did you mean --max_steps" in result.stderr
