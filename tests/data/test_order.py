@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from gptlm.data.blend import BlendedDataset, blend_order, normalise, part_samples
+from gptlm.data.blend import BlendedDataset, blend_order, blend_size, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order, count_epochs, parse_split, split_bounds
@@ -191,3 +191,88 @@ def test_recorded_hashes_without_the_recordings():
     assert sha256(order.documents) == "79a386d5168792f85fd290eaf8fe0a1cbe9aa1ab652fb5fa6c7c7ce4ab1e337b"
     assert sha256(order.samples) == "0c89c4d76cfb79ec585df37811086ee39a630dc1c976f16289aa9cc396790dd6"
     assert sha256(order.shuffle) == "20a1a2ebe0fef6c38edeb8deb83ca28234984f70fe19438dfff456f89195fd0c"
+
+
+def test_megatron_core_rounds_each_bound_on_its_own():
+    assert split_bounds("1,1,1", 1000, "megatron-core") == [0, 333, 667, 1000]
+    assert split_bounds("949,50,1", 10, "megatron-core") == [0, 9, 10, 10]  # 9.49, 9.99, 10
+
+
+def test_megatron_core_blend_sizes():
+    """ceil(301 x 0.3) = 91, ceil(301 x 0.7) = 211: 302 samples; parts are asked for ceil(91 x 1.005), ..."""
+    assert [part_samples(301, w, "megatron-core") for w in (0.3, 0.7)] == [92, 213]
+    assert blend_size(301, [0.3, 0.7], "megatron-core") == 302
+    assert blend_size(301, [0.3, 0.7]) == 91 + 212
+
+
+def test_fleetx_keeps_documents_in_file_order():
+    sizes = np.array([5, 6, 7, 8], np.int32)
+    order = build_order(sizes, 1, 4, num_samples=30, seq_length=3, seed=5, data_order="fleetx")
+    assert order.documents.tolist() == [1, 2, 3] * order.epochs and order.epochs == 5
+    rng = np.random.RandomState(5)
+    together = ((order.epochs - 1) * 21 - 1) // 3 if order.separate_last_epoch else len(order.shuffle)
+    first = np.arange(together, dtype=np.uint32)
+    rng.shuffle(first)
+    assert order.shuffle[:together].tolist() == first.tolist()
+
+
+def test_megatron_core_cases_are_bit_identical(shared):
+    """Recorded from megatron-core 0.16.1; where it loops for ever on an empty split, ours is empty."""
+    folder = shared / "cases" / "megatron"
+    expected = json.loads((folder / "expected_new.json").read_text())["cases"]
+    checks = 0
+    for case in json.loads((folder / "cases.json").read_text())["cases"]:
+        want = expected[case["id"]]
+        tokens = open_tokens(str(folder / case["prefix"]))
+        bounds = split_bounds(case["split"], len(tokens), "megatron-core")
+        if "splits" not in want:
+            assert "hang" in want["error"] and any(a == b for a, b in zip(bounds, bounds[1:]))
+            checks += 1
+            continue
+        for k, split in enumerate(SPLITS):
+            record = want["splits"].get(split)
+            if bounds[k] == bounds[k + 1]:
+                assert record is None
+                continue
+            assert (bounds[k], bounds[k + 1] - bounds[k]) == (record["first_document"], record["num_documents"])
+            order = build_order(
+                tokens.sizes,
+                *bounds[k : k + 2],
+                num_samples=case["sizes"][k],
+                seq_length=case["seq_length"],
+                seed=case["seed"],
+                data_order="megatron-core",
+            )
+            assert (len(order.shuffle), order.epochs) == (record["len"], record["num_epochs"])
+            assert sha256(order.documents) == record["document_index"]["sha256"]
+            assert sha256(order.samples) == record["sample_index"]["sha256"]
+            assert sha256(order.shuffle) == record["shuffle_index"]["sha256"]
+            dataset = BlockDataset(tokens, order)
+            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == record["samples_sha256"]
+            checks += 6
+    assert checks >= 50
+
+
+def test_fleetx_cases_are_bit_identical(shared):
+    """Recorded from PaddleFleetX: g2nov keeps file order, head shuffles as PaddleNLP does."""
+    recorded = json.loads((shared / "cases" / "fleetx" / "dataset_order.json").read_text())
+    checks = 0
+    for case in recorded["cases"]:
+        corpus = recorded["corpora"][case["corpus"]]
+        sizes = np.array(corpus["lens"], np.int32)
+        bounds = split_bounds(",".join(map(str, case["split"])), len(sizes))
+        assert bounds == case["splits"]
+        k = {"Train": 0, "Eval": 1, "Test": 2}[case["mode"]]
+        order = build_order(
+            sizes,
+            *bounds[k : k + 2],
+            num_samples=case["num_samples"],
+            seq_length=case["seq"],
+            seed=case["seed"],
+            data_order="fleetx" if case["version"] == "g2nov" else "paddlenlp",
+        )
+        assert order.documents.tolist() == case["doc_idx"], case["version"]
+        assert order.samples.tolist() == case["sample_idx"]
+        assert order.shuffle.tolist() == case["shuffle_idx"] and len(order.shuffle) == case["length"]
+        checks += 4
+    assert checks >= 20

@@ -84,6 +84,15 @@ def test_blends_leave_out_parts_without_that_split(tmp_path):
     assert len(test.datasets) == 1
 
 
+def test_fleetx_order_reaches_the_datasets_and_their_cache(corpus_folder, tmp_path):
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5", "fleetx")
+    settings = {"num_samples": 50, "seq_length": 16, "seed": 42, "cache": IndexCache([tmp_path])}
+    for _ in range(2):  # built, then from the cache
+        ours = build_split(corpora, "train", data_order="fleetx", **settings)
+        assert ours.order.documents.tolist() == list(range(108))
+    assert build_split(corpora, "train", **settings).order.documents.tolist() != list(range(108))
+
+
 def test_an_empty_split_is_none(tmp_path):
     write_tokens(tmp_path / "a", documents=9)
     corpora = open_corpora(str(tmp_path / "a"), "949,50,1")

@@ -8,6 +8,8 @@ purpose: `do_train` (on when no `do_*` flag is given), `eval_iters` (a flag here
 from dataclasses import dataclass, field
 from typing import Any
 
+from gptlm.data.order import DATA_ORDERS
+
 
 def arg(default: Any, help: str, *, choices: tuple[str, ...] | None = None, words: bool = False) -> Any:
     """A flag. `choices` are checked by the parser; `words` lets the value be several blank-separated words."""
@@ -55,7 +57,7 @@ class DataArguments:
     max_seq_length: int = arg(1024, "tokens a sample trains on")
     data_cache: str | None = arg(None, "folder for the sample index; unset: index-cache beside the data")
     share_folder: bool = arg(False, "all nodes see one file system: build the sample index once, not once per node")
-    data_order: str = arg("paddlenlp", "whose sample order to reproduce", choices=("paddlenlp",))
+    data_order: str = arg("paddlenlp", "whose sample order to reproduce", choices=DATA_ORDERS)
     eval_iters: int = arg(10, "batches per evaluation, always the same ones; the final test takes ten times as many")
     max_evaluate_steps: int = arg(-1, "upper limit of batches per evaluation; -1: none")
 

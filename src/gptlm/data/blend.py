@@ -16,9 +16,18 @@ def normalise(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def part_samples(num_samples: int, weight: float) -> int:
+def part_samples(num_samples: int, weight: float, data_order: str = "paddlenlp") -> int:
     """Samples asked of a part with normalised `weight` when the blend must give `num_samples`."""
+    if data_order == "megatron-core":
+        return int(math.ceil(math.ceil(num_samples * weight) * MARGIN))
     return int(math.ceil(num_samples * weight * MARGIN))
+
+
+def blend_size(num_samples: int, weights: Sequence[float], data_order: str = "paddlenlp") -> int:
+    """Samples of the whole blend: a little more than `num_samples`, as each original rounds up its parts."""
+    if data_order == "megatron-core":
+        return sum(math.ceil(num_samples * weight) for weight in weights)
+    return sum(part_samples(num_samples, weight, data_order) for weight in weights)
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,13 @@
-"""Which tokens make sample i: the document, sample and shuffle index of PaddleNLP and Megatron, bit for bit.
+"""Which tokens make sample i: the document, sample and shuffle index of the originals, bit for bit.
+
+One algorithm, small named differences:
+    paddlenlp, megatron   the same arrays (megatron: Megatron-LM before core, with its last-epoch assertion relaxed)
+    megatron-core         split bounds are rounded each on its own
+    fleetx                documents stay in file order (FleetX and PaddleFleetX of 2022), only samples are shuffled
 
 Pure numpy, closed forms instead of the originals' C++ loops. Sources of the rules: PaddleNLP 2.8.1
-`paddlenlp/data/causal_dataset.py`; Megatron-LM `megatron/data/gpt_dataset.py` (with its last-epoch assertion
-relaxed as in 23.06), `helpers.cpp`.
+`paddlenlp/data/causal_dataset.py`; Megatron-LM `megatron/data/gpt_dataset.py`, `helpers.cpp`; megatron-core 0.16
+`core/datasets`; PaddleFleetX `ppfleetx/data/dataset/gpt_dataset.py` of November 2022.
 
 Worked example, sizes [3, 5], sequence length 2, one epoch, documents in order: the stream is a a a b b b b b
 (8 tokens), (8 - 1) // 2 = 3 samples, sample k = stream[2k : 2k + 3], neighbours share one token. Sample index
@@ -15,6 +20,7 @@ import numpy as np
 
 from gptlm.errors import GptlmError
 
+DATA_ORDERS = ("paddlenlp", "megatron", "megatron-core", "fleetx")
 SEPARATE_BELOW = 0.80  # a last epoch used for less than this share is shuffled apart
 
 
@@ -56,9 +62,12 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return shares[0], shares[1], shares[2]
 
 
-def split_bounds(split: str, size: int) -> list[int]:
+def split_bounds(split: str, size: int, data_order: str = "paddlenlp") -> list[int]:
     """Bounds [0, b1, b2, b3] of train, valid and test over `size` sequences; the originals' rounding."""
     shares = parse_split(split)
+    if data_order == "megatron-core":
+        parts = np.array(shares) / sum(shares)
+        return [round(float(bound) * float(size)) for bound in np.concatenate([[0.0], np.cumsum(parts)])]
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * float(size)))
@@ -72,7 +81,14 @@ def count_epochs(tokens: int, num_samples: int, seq_length: int) -> int:
 
 
 def build_order(
-    sizes: np.ndarray, first: int, last: int, *, num_samples: int, seq_length: int, seed: int
+    sizes: np.ndarray,
+    first: int,
+    last: int,
+    *,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    data_order: str = "paddlenlp",
 ) -> SampleOrder:
     """The order over sequences [first, last) for at least `num_samples` samples of seq_length + 1 tokens.
 
@@ -91,7 +107,8 @@ def build_order(
     wanted_of_last = num_samples - before_last
     separate = epochs > 1 and wanted_of_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
     rng = np.random.RandomState(seed)
-    documents = _document_index(np.arange(first, last, dtype=np.int32), epochs, separate, rng)
+    own = np.arange(first, last, dtype=np.int32)
+    documents = np.tile(own, epochs) if data_order == "fleetx" else _document_index(own, epochs, separate, rng)
     samples = _sample_index(sizes, documents, total, seq_length)
     shuffle = _shuffle_index(before_last if separate else total, total, rng)
     return SampleOrder(documents, samples, shuffle, epochs, separate)

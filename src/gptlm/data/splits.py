@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.data.blend import BlendedDataset, normalise, part_samples
+from gptlm.data.blend import BlendedDataset, blend_size, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, metadata_path, open_tokens, read_metadata
@@ -39,7 +39,7 @@ class Corpus:
         return int(self.tokens.sizes[first:last].sum(dtype=np.int64))
 
 
-def open_corpora(input_dir: str, split: str) -> list[Corpus]:
+def open_corpora(input_dir: str, split: str, data_order: str = "paddlenlp") -> list[Corpus]:
     """Open every part of `--input_dir`; weights sum to 1.
 
     Raises:
@@ -52,7 +52,7 @@ def open_corpora(input_dir: str, split: str) -> list[Corpus]:
         tokens = open_tokens(prefix)
         if len(tokens.tokens) == 0:
             raise GptlmError(f"{prefix} holds no tokens; preprocess a text that has some")
-        corpora.append(Corpus(tokens, weight, split_bounds(split, len(tokens)), read_metadata(prefix)))
+        corpora.append(Corpus(tokens, weight, split_bounds(split, len(tokens), data_order), read_metadata(prefix)))
     return corpora
 
 
@@ -108,6 +108,7 @@ def build_split(
     seq_length: int,
     seed: int,
     cache: IndexCache,
+    data_order: str = "paddlenlp",
 ) -> PretrainingDataset | None:
     """The dataset of one split with at least `num_samples` samples, or None if the split is empty everywhere.
 
@@ -120,16 +121,20 @@ def build_split(
     if not present:
         return None
     weights = normalise([corpus.weight for corpus in present])
-    wanted = [num_samples] if len(corpora) == 1 else [part_samples(num_samples, weight) for weight in weights]
+    if len(corpora) == 1:
+        return BlockDataset(
+            present[0].tokens, _cached_order(present[0], split, num_samples, seq_length, seed, cache, data_order)
+        )
+    wanted = [part_samples(num_samples, weight, data_order) for weight in weights]
     parts = [
-        BlockDataset(corpus.tokens, _cached_order(corpus, split, n, seq_length, seed, cache))
+        BlockDataset(corpus.tokens, _cached_order(corpus, split, n, seq_length, seed, cache, data_order))
         for corpus, n in zip(present, wanted, strict=True)
     ]
-    return parts[0] if len(corpora) == 1 else BlendedDataset(parts, weights, sum(wanted))
+    return BlendedDataset(parts, weights, blend_size(num_samples, weights, data_order))
 
 
 def _cached_order(
-    corpus: Corpus, split: str, num_samples: int, seq_length: int, seed: int, cache: IndexCache
+    corpus: Corpus, split: str, num_samples: int, seq_length: int, seed: int, cache: IndexCache, data_order: str
 ) -> SampleOrder:
     first, last = corpus.sequences(split)
     if (count := corpus.token_count(split)) < seq_length + 1:
@@ -138,7 +143,7 @@ def _cached_order(
             f"sample takes {seq_length + 1} (max_seq_length + 1); shorten --max_seq_length, add text, or change --split"
         )
     what = {
-        "order": "paddlenlp",
+        "order": "fleetx" if data_order == "fleetx" else "shuffled",  # the others differ in their bounds only
         "sizes": content_hash(corpus.tokens.sizes),
         "sequences": [first, last],
         "num_samples": num_samples,
@@ -147,7 +152,15 @@ def _cached_order(
     }
 
     def build() -> dict[str, np.ndarray]:
-        order = build_order(corpus.tokens.sizes, first, last, num_samples=num_samples, seq_length=seq_length, seed=seed)
+        order = build_order(
+            corpus.tokens.sizes,
+            first,
+            last,
+            num_samples=num_samples,
+            seq_length=seq_length,
+            seed=seed,
+            data_order=data_order,
+        )
         facts = np.array([order.epochs, order.separate_last_epoch], np.int64)
         return {"documents": order.documents, "samples": order.samples, "shuffle": order.shuffle, "epochs": facts}
 

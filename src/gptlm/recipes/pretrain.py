@@ -52,7 +52,7 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
         check_output("logging_dir", Path(training.logging_dir))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(machine)
-    corpora = open_corpora(run.data.input_dir or "", run.data.split)
+    corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
     start = starting_point(run)
     with process_group_closed():

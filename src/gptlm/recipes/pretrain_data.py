@@ -68,6 +68,7 @@ def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainin
                 seq_length=run.data.max_seq_length,
                 seed=run.training.seed,
                 cache=cache,
+                data_order=run.data.data_order,
             )
             for split in needed
         }
