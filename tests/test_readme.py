@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from gptlm.config.data_tools import parse_order, parse_prefix
 from gptlm.config.run import parse_pretrain
 from gptlm.config.tools import parse_predict, parse_preprocess, parse_tokenizer
 from tests.conftest import ROOT
@@ -13,7 +14,15 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, flags=re.S)
 LINES = [line.strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 COMMANDS = [line for line in LINES if "scripts/" in line]
+
+
+def parse_data(words):
+    tool, rest = words[0], words[1:]
+    return parse_order(rest) if tool in ("order", "show") else parse_prefix(rest)
+
+
 PARSERS = {
+    "data_tools": parse_data,
     "run_pretrain": lambda words: parse_pretrain(words, {"WORLD_SIZE": "1"}),
     "preprocess_data": parse_preprocess,
     "train_tokenizer": parse_tokenizer,

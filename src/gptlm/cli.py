@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from gptlm.config.data_tools import ORDER, PREFIX, parse_order, parse_prefix
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.config.tools import (
@@ -21,8 +23,9 @@ from gptlm.config.tools import (
     parse_preprocess,
     parse_tokenizer,
 )
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, UsageError
 
+HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
 PRINT_HELP = """
 With --print_config nothing is run: the resolved run, the origin of each value and all notes are printed as JSON."""
@@ -70,6 +73,39 @@ def demo(argv: Sequence[str]) -> None:
     recipe(arguments)
 
 
+def data(argv: Sequence[str]) -> None:
+    tool, words = (argv[0], argv[1:]) if argv else ("", [])
+    if tool not in DATA_TOOLS:
+        raise UsageError(f"{tool!r} is no data tool; expected one of {', '.join(DATA_TOOLS)}")
+    if any(word in HELP for word in words):
+        print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0], DATA_TOOLS[tool][1]), end="")
+        return
+    parsed: Any
+    if tool == "index":
+        parsed = parse_pretrain(words, os.environ, printing=True)
+    else:
+        parsed = parse_order(words) if tool in ("order", "show") else parse_prefix(words)
+    from gptlm.recipes import data as recipes
+
+    tools: dict[str, Callable[[Any], object]] = {
+        "check": recipes.check,
+        "stats": recipes.stats,
+        "show": recipes.show,
+        "order": recipes.order,
+        "index": recipes.index,
+    }
+    tools[tool](parsed)
+
+
+DATA_TOOLS = {
+    "check": ("Check that token files are whole.", PREFIX),
+    "stats": ("Numbers of one corpus.", PREFIX),
+    "show": ("Print one training sample with its document boundaries.", ORDER),
+    "order": ("Print which samples each split serves, with a hash.", ORDER),
+    "index": ("Build the index of a pretraining command ahead; takes its flags and --world_size.", PRETRAIN),
+}
+
+
 @dataclass(frozen=True)
 class Command:
     """One command: what it does, what it is called in scripts/, its flags."""
@@ -86,6 +122,7 @@ COMMANDS = {
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
+    "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
     "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
 }
 
@@ -100,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if asked else 2
     name, rest = words[0], words[1:]
     command = COMMANDS[name]
-    if any(word in ("-h", "--help") for word in rest):
+    if any(word in HELP for word in rest) and not (name == "data" and rest[0] in DATA_TOOLS):
         print(help_text(command.script, command.summary + command.more_help, command.vocabulary), end="")
         return 0
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from gptlm.data import cache as cache_module
 from gptlm.data.cache import IndexCache
-from gptlm.data.splits import build_split, check_ids, default_cache_folders, open_corpora
+from gptlm.data.splits import build_split, check_ids, default_cache_folders, open_corpora, refuse_short
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from tests.conftest import write_tokens
@@ -102,8 +102,12 @@ def test_an_empty_split_is_none(tmp_path):
 
 def test_fewer_tokens_than_one_block(tmp_path):
     write_tokens(tmp_path / "a", documents=2)
-    with pytest.raises(GptlmError, match=r"train split.*one\s+sample takes 1001"):
-        build(open_corpora(str(tmp_path / "a"), "1,0,0"), IndexCache([tmp_path]), seq_length=1000)
+    corpora = open_corpora(str(tmp_path / "a"), "1,0,0")
+    refuse_short(corpora, "train", 10)
+    refuse_short(corpora, "valid", 1000)
+    with pytest.raises(GptlmError, match=r"train split.*one sample takes 1001"):
+        refuse_short(corpora, "train", 1000)
+    assert len(build(corpora, IndexCache([]), seq_length=1000, num_samples=3)) == 3  # the originals repeat it
 
 
 def test_a_corpus_without_tokens(tmp_path):

@@ -20,12 +20,16 @@ class BlockDataset:
         return len(self.order.shuffle)
 
     def __getitem__(self, i: int) -> np.ndarray:
+        return np.concatenate([ids for _, _, ids in self.pieces(i)], dtype=np.int64)
+
+    def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
+        """Sample i as views: (sequence, offset of its first token in the sequence, ids) of each document in it."""
         row = int(self.order.shuffle[i])
         (first, offset), (last, end) = self.order.samples[row].tolist(), self.order.samples[row + 1].tolist()
-        documents = self.order.documents
-        if first == last:
-            return self.tokens.get(int(documents[first]), offset, end - offset + 1).astype(np.int64)
-        pieces = [self.tokens.get(int(documents[first]), offset)]
-        pieces += [self.tokens.get(int(document)) for document in documents[first + 1 : last]]
-        pieces.append(self.tokens.get(int(documents[last]), 0, end + 1))
-        return np.concatenate(pieces, dtype=np.int64)
+        found = []
+        for document in self.order.documents[first : last + 1].tolist():
+            found.append((document, offset, self.tokens.get(document, offset)))
+            offset = 0
+        document, offset, _ = found[-1]
+        found[-1] = (document, offset, self.tokens.get(document, offset, end - offset + 1))
+        return found

@@ -26,7 +26,12 @@ class IndexCache:
         self.folders = [Path(folder) for folder in folders]
 
     def load_or_build(self, what: dict, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays described by `what`, memory-mapped from the cache or built (and kept) now."""
+        """The arrays described by `what`, memory-mapped from the cache or built (and kept) now.
+
+        Without folders everything is built and nothing kept.
+        """
+        if not self.folders:
+            return build()
         text = json.dumps(what, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         for folder in self.folders:

@@ -100,6 +100,18 @@ def _id_range(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def refuse_short(corpora: Sequence[Corpus], split: str, seq_length: int) -> None:
+    """Raises GptlmError if a part's split holds some tokens, but fewer than one sample."""
+    for corpus in corpora:
+        first, last = corpus.sequences(split)
+        if corpus.weight > 0 and 0 < (count := corpus.token_count(split)) < seq_length + 1:
+            raise GptlmError(
+                f"{corpus.tokens.prefix}: the {split} split (sequences {first} to {last - 1}) holds {count} tokens, "
+                f"one sample takes {seq_length + 1} (max_seq_length + 1); shorten --max_seq_length, add text, or "
+                "change --split"
+            )
+
+
 def build_split(
     corpora: Sequence[Corpus],
     split: str,
@@ -112,10 +124,8 @@ def build_split(
 ) -> PretrainingDataset | None:
     """The dataset of one split with at least `num_samples` samples, or None if the split is empty everywhere.
 
-    Parts of a blend whose split is empty are left out, and the others' weights fill the gap.
-
-    Raises:
-        GptlmError: if a part's split holds fewer tokens than one sample.
+    Parts of a blend whose split is empty are left out, and the others' weights fill the gap. A split shorter than one
+    sample is repeated until it fills one, as in the originals; `refuse_short` is for who does not want that.
     """
     present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count(split) > 0]
     if not present:
@@ -137,11 +147,6 @@ def _cached_order(
     corpus: Corpus, split: str, num_samples: int, seq_length: int, seed: int, cache: IndexCache, data_order: str
 ) -> SampleOrder:
     first, last = corpus.sequences(split)
-    if (count := corpus.token_count(split)) < seq_length + 1:
-        raise GptlmError(
-            f"{corpus.tokens.prefix}: the {split} split (sequences {first} to {last - 1}) holds {count} tokens, one "
-            f"sample takes {seq_length + 1} (max_seq_length + 1); shorten --max_seq_length, add text, or change --split"
-        )
     what = {
         "order": "fleetx" if data_order == "fleetx" else "shuffled",  # the others differ in their bounds only
         "sizes": content_hash(corpus.tokens.sizes),

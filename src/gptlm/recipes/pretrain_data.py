@@ -15,6 +15,7 @@ from gptlm.data.splits import (
     build_split,
     check_ids,
     default_cache_folders,
+    refuse_short,
 )
 from gptlm.errors import GptlmError
 
@@ -52,26 +53,37 @@ def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainin
     Raises:
         GptlmError: if ids do not fit the model, a split is too short, or one that is needed is empty.
     """
+    with arguments.main_process_first(local=not run.data.share_folder, desc="the sample index"):
+        return load_or_build_datasets(run, corpora)
+
+
+def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
+    """The datasets of the splits a run needs, their index taken from the cache or built and kept there.
+
+    Raises:
+        GptlmError: as `build_datasets`.
+    """
     output_dir = run.training.output_dir or ""
-    _refuse_too_many(run)
     cache = IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
     samples = sample_counts(run)
     needed = [split for split in SPLITS if _required(run, split) or (split == "test" and run.training.do_eval)]
+    _refuse_too_many(run)
     _refuse_empty(run, corpora)
-    with arguments.main_process_first(local=not run.data.share_folder, desc="the sample index"):
-        check_ids(corpora, run.shape.vocab_size, cache)
-        datasets = {
-            split: build_split(
-                corpora,
-                split,
-                num_samples=samples[split],
-                seq_length=run.data.max_seq_length,
-                seed=run.training.seed,
-                cache=cache,
-                data_order=run.data.data_order,
-            )
-            for split in needed
-        }
+    for split in needed:
+        refuse_short(corpora, split, run.data.max_seq_length)
+    check_ids(corpora, run.shape.vocab_size, cache)
+    datasets = {
+        split: build_split(
+            corpora,
+            split,
+            num_samples=samples[split],
+            seq_length=run.data.max_seq_length,
+            seed=run.training.seed,
+            cache=cache,
+            data_order=run.data.data_order,
+        )
+        for split in needed
+    }
     return {split: datasets.get(split) for split in SPLITS}
 
 
