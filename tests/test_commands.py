@@ -79,7 +79,7 @@ def test_paddlenlp_dialect_in_both_layouts(work):
         ("--input_path letters.txt", 2, "no tokenizer is named"),
         ("--input_path letters.txt --vocab_file tok/vocab.json", 2, "--merge_file"),
         ("--input_path letters.txt --model_name nowhere", 1, "'nowhere' is neither a folder"),
-        ("--input_path letters.txt --model_name tok --dataset_impl lazy", 2, "'lazy'"),
+        ("--input_path letters.txt --model_name tok --dataset_impl slow", 2, "'slow'"),
         ("--input_path letters.txt --model_name tok --split-sentences", 2, "sentences"),
         ("--input_path letters.txt --model_name tok --workerz 2", 2, "did you mean --workers"),
         ("--model_name tok", 2, "--input_path is missing"),

@@ -40,7 +40,7 @@ def test_npy_is_what_numpy_reads(tmp_path):
     assert (index["docs"].tolist(), index["docs"].dtype) == ([0, 1, 2], np.int64)
 
 
-@pytest.mark.parametrize("layout", ["mmap", "npy"])
+@pytest.mark.parametrize("layout", ["mmap", "npy", "lazy", "cached"])
 def test_documents_come_back(tmp_path, layout):
     write(tmp_path / "a", [[7], [1, 2, 3], [9, 9]], layout=layout)
     tokens = open_tokens(str(tmp_path / "a"))
@@ -98,7 +98,7 @@ def damage_empty_idx(p):
 
 
 def damage_foreign_magic(p):
-    p("a.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
+    p("a.idx").write_bytes(b"XXTIDX\x00\x00" + bytes(100))
 
 
 def damage_swapped_names(p):
@@ -140,7 +140,7 @@ def damage_missing_bin(p):
         (damage_truncated_bin, "a.bin", "8 bytes long.*describes 10"),
         (damage_truncated_idx, "a.idx", "74 bytes long.*announces 82"),
         (damage_empty_idx, "a.idx", "0 bytes"),
-        (damage_foreign_magic, "a.idx", "TNTIDX"),
+        (damage_foreign_magic, "a.idx", "XXTIDX"),
         (damage_swapped_names, "a.idx", "swapped"),
         (damage_other_pair, "a.bin", "10 bytes long.*describes 8"),
         (damage_version, "a.idx", "version 2"),
@@ -200,6 +200,38 @@ def test_every_integer_dtype_code_is_read(tmp_path, code, dtype):
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 1, 2) + struct.pack("<iqqq", 3, 0, 0, 1)
     (tmp_path / "a.idx").write_bytes(index)
     assert open_tokens(str(tmp_path / "a")).get(0).astype(np.int64).tolist() == [1, 2, 3]
+
+
+def test_tntidx_bytes_by_hand(tmp_path):
+    """56 bytes of header, then dimension offsets, data offsets in elements, sizes, documents, all int64."""
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]], layout="lazy")
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack("<5i", 1, 2, 3, 4, 5)
+    numbers = (1, 4, 4, 2, 2, 3, *(0, 1, 2), *(0, 3, 5), *(3, 2), *(0, 1, 2))
+    assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\x00\x00" + struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def test_damaged_tntidx_is_named(tmp_path):
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]], layout="lazy")
+    good = (tmp_path / "a.idx").read_bytes()
+    changed = bytearray(good)
+    changed[56 + 24 + 8] = 2  # the second data offset
+    for content, says in ((good[:-8], "announces 144"), (good[:20], "at least 56"), (bytes(changed), "running sum")):
+        (tmp_path / "a.idx").write_bytes(content)
+        with pytest.raises(GptlmError, match=f"a.idx.*{says}"):
+            open_tokens(str(tmp_path / "a"))
+
+
+def test_the_old_single_npz_is_read(tmp_path):
+    np.savez(tmp_path / "a_ids.npz", ids=np.array([1, 2, 3, 4], np.uint16), lens=np.array([1, 3]))
+    (prefix,) = find_prefixes(str(tmp_path))
+    tokens = open_tokens(prefix)
+    assert [tokens.get(i).tolist() for i in range(2)] == [[1], [2, 3, 4]] and tokens.sizes.dtype == np.int32
+    np.savez(tmp_path / "a_ids.npz", ids=np.array([1, 2, 3, 4], np.uint16), lens=np.array([1, 4]))
+    with pytest.raises(GptlmError, match="holds 4 tokens.*describes 5"):
+        open_tokens(prefix)
+    np.savez(tmp_path / "a_ids.npz", ids=np.array([1]))
+    with pytest.raises(GptlmError, match="'ids' and 'lens'"):
+        open_tokens(prefix)
 
 
 def test_offsets_beyond_2_gib_are_read_from_the_right_place(tmp_path):

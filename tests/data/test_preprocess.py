@@ -77,13 +77,21 @@ def test_an_error_in_a_worker_keeps_file_and_line(corpus, tmp_path):
             corpus("a", workers=workers)
 
 
-@pytest.mark.parametrize(("name", "eos"), [("old_eod", 50256), ("old_noeod", None)])
-def test_bytes_equal_megatron_s_own_files(shared, tmp_path, name, eos):
+@pytest.mark.parametrize(
+    ("name", "eos", "layout"),
+    [
+        ("old_eod", 50256, "mmap"),
+        ("old_noeod", None, "mmap"),
+        ("old_lazy", 50256, "lazy"),
+        ("old_lazy", 50256, "cached"),
+    ],
+)
+def test_bytes_equal_megatron_s_own_files(shared, tmp_path, name, eos, layout):
     vocabulary = shared / "data" / "gpt2-tokenizer"
     tokenizer = load_gpt2_files(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
     tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
     folder = shared / "cases" / "megatron" / "preprocess"
-    writer = IndexedTokensWriter(str(tmp_path / "a"), len(tokenizer))
+    writer = IndexedTokensWriter(str(tmp_path / "a"), len(tokenizer), layout)
     settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), eos, False, False)
     write_corpus(read_batches([folder / "corpus.jsonl"]), settings, [writer], workers=1)
     writer.finish({})

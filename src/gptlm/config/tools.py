@@ -39,7 +39,12 @@ class PreprocessArguments:
     data_format: str = arg("JSON", "format of .json and .jsonl files", choices=("JSON",))
     json_keys: list[str] = arg(["text"], "keys whose texts are encoded, each into token files of its own", words=True)
     txt_split: str = arg("blank_line", "what ends a document in a .txt file", choices=TXT_SPLITS)
-    dataset_impl: str = arg("mmap", "mmap for .bin/.idx, npy for _ids.npy/_idx.npz", choices=("mmap", "npy"))
+    dataset_impl: str = arg(
+        "mmap",
+        "mmap (or infer) for .bin/.idx, lazy and cached for .bin/.idx in the older TNTIDX format, npy for "
+        "_ids.npy/_idx.npz",
+        choices=("mmap", "lazy", "cached", "infer", "npy"),
+    )
     append_eos: bool = arg(False, "end every document with the end-of-text id")
     allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
     workers: int = arg(1, "processes that encode")

@@ -1,7 +1,9 @@
-"""Token files on disk: Megatron's `.bin/.idx` (MMIDIDX) and PaddleNLP's `_ids.npy/_idx.npz`.
+"""Token files on disk: Megatron's `.bin/.idx` (MMIDIDX, and TNTIDX of `lazy` and `cached`), PaddleNLP's
+`_ids.npy/_idx.npz`, and its older single `_ids.npz`.
 
-Both hold the same thing: all token ids back to back, and the length of each sequence. One reader serves both; it
-never loads the tokens, it maps them. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP `paddlenlp/data`.
+All hold the same thing: all token ids back to back, and the length of each sequence. One reader serves them; it maps
+the tokens instead of loading them (the single .npz cannot be mapped). Byte layouts: Megatron-LM `indexed_dataset.py`,
+PaddleNLP `paddlenlp/data`.
 """
 
 import json
@@ -17,6 +19,9 @@ from gptlm.errors import GptlmError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
+TNT_MAGIC = b"TNTIDX\x00\x00"
+TNT_HEADER = np.dtype([(name, "<u8") for name in ("version", "dtype", "width", "items", "sizes", "documents")])
+TNT_START = len(TNT_MAGIC) + TNT_HEADER.itemsize  # 56 bytes
 START = len(MAGIC) + HEADER.itemsize  # 34 bytes
 # Codes 6 and 7 are floats whose width differs from writer to writer; no text corpus has them.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -54,19 +59,27 @@ class IndexedTokens:
 
 
 def open_tokens(prefix: str) -> IndexedTokens:
-    """Open `prefix`; the npy/npz pair wins where both formats exist, as in PaddleNLP.
+    """Open `prefix`; the npy/npz pair wins where several formats exist, as in PaddleNLP, then the single .npz.
 
     Raises:
         GptlmError: if files are missing, damaged, or not of one run.
     """
     if os.path.exists(f"{prefix}_ids.npy") or os.path.exists(f"{prefix}_idx.npz"):
         return _open_npy(prefix)
-    return _open_mmap(prefix)
+    if os.path.exists(f"{prefix}_ids.npz"):
+        return _open_npz(prefix)
+    return _open_bin(prefix)
 
 
-def _open_mmap(prefix: str) -> IndexedTokens:
+def _open_bin(prefix: str) -> IndexedTokens:
     index_path, tokens_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     _require(index_path, tokens_path)
+    with open(index_path, "rb") as file:
+        is_tnt = file.read(len(TNT_MAGIC)) == TNT_MAGIC
+    return (_open_tnt if is_tnt else _open_mmap)(prefix, index_path, tokens_path)
+
+
+def _open_mmap(prefix: str, index_path: Path, tokens_path: Path) -> IndexedTokens:
     index_size = index_path.stat().st_size
     if index_size < START:
         raise GptlmError(f"{index_path} is {index_size} bytes long, an index has at least {START}; preprocess again")
@@ -77,7 +90,7 @@ def _open_mmap(prefix: str) -> IndexedTokens:
             "(are .bin and .idx swapped?)"
         )
     header: Any = raw[len(MAGIC) : START].view(HEADER)[0]
-    dtype = _dtype_of(index_path, header)
+    dtype = _dtype_of(index_path, int(header["version"]), int(header["dtype"]))
     n, m = int(header["sequences"]), int(header["documents"])
     expected = START + 12 * n + 8 * m
     if index_size not in (expected, expected + n):  # + n: one mode byte per sequence of multimodal writers
@@ -92,20 +105,47 @@ def _open_mmap(prefix: str) -> IndexedTokens:
     starts = sequence_starts(sizes)
     if not np.array_equal(starts * dtype.itemsize, pointers):
         raise GptlmError(f"{index_path}: the byte pointers are not the running sum of the lengths; preprocess again")
+    return IndexedTokens(prefix, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents)
+
+
+def _open_tnt(prefix: str, index_path: Path, tokens_path: Path) -> IndexedTokens:
+    """fairseq's format with Megatron's document index; each item is one sequence."""
+    raw: np.ndarray = np.memmap(index_path, dtype=np.uint8, mode="r")
+    if len(raw) < TNT_START:
+        raise GptlmError(f"{index_path} is {len(raw)} bytes long, an index has at least {TNT_START}; preprocess again")
+    header: Any = raw[len(TNT_MAGIC) : TNT_START].view(TNT_HEADER)[0]
+    dtype = _dtype_of(index_path, int(header["version"]), int(header["dtype"]))
+    n, m = int(header["items"]), int(header["documents"])
+    expected = TNT_START + 8 * (2 * (n + 1) + n + m)
+    if int(header["sizes"]) != n or int(header["width"]) != dtype.itemsize or len(raw) != expected:
+        raise GptlmError(
+            f"{index_path} is {len(raw)} bytes long, its header announces {expected} ({n} items of one size each): "
+            "the file was cut short or damaged; preprocess again"
+        )
+    offsets = raw[TNT_START + 8 * (n + 1) : TNT_START + 16 * (n + 1)].view("<i8")
+    wide = raw[TNT_START + 16 * (n + 1) : TNT_START + 16 * (n + 1) + 8 * n].view("<i8")
+    _check_sizes(index_path, wide)
+    sizes = wide.astype(np.int32)
+    starts = sequence_starts(sizes)
+    if not np.array_equal(starts, offsets[:-1]):
+        raise GptlmError(f"{index_path}: the offsets are not the running sum of the lengths; preprocess again")
+    documents = raw[expected - 8 * m :].view("<i8")
+    return IndexedTokens(prefix, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents)
+
+
+def _map_tokens(tokens_path: Path, index_path: Path, dtype: np.dtype, sizes: np.ndarray) -> np.ndarray:
     wanted, found = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, tokens_path.stat().st_size
     if wanted != found:
         raise GptlmError(
             f"{tokens_path} is {found} bytes long, {index_path} describes {wanted}: "
             "the pair is not of one run or was cut short; preprocess again"
         )
-    tokens = np.memmap(tokens_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
-    return IndexedTokens(prefix, tokens, sizes, starts, documents)
+    return np.memmap(tokens_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
 
 
-def _dtype_of(path: Path, header: Any) -> np.dtype:
-    if header["version"] != 1:
-        raise GptlmError(f"{path} has format version {header['version']}, this reader knows version 1")
-    code = int(header["dtype"])
+def _dtype_of(path: Path, version: int, code: int) -> np.dtype:
+    if version != 1:
+        raise GptlmError(f"{path} has format version {version}, this reader knows version 1")
     if code not in DTYPES:
         reason = "whose width differs between writers" if code in (6, 7) else "which is unknown"
         raise GptlmError(f"{path} has dtype code {code}, {reason}; token files have code 8 (uint16) or 4 (int32)")
@@ -131,6 +171,25 @@ def _open_npy(prefix: str) -> IndexedTokens:
         raise GptlmError(f"{index_path} lacks an array: {error.args[0]}; it should hold 'lens' and 'docs'") from error
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise GptlmError(f"{index_path} is no whole .npz file: {error}; preprocess again") from error
+    return _arrays(prefix, tokens_path, index_path, tokens, sizes, documents)
+
+
+def _open_npz(prefix: str) -> IndexedTokens:
+    """PaddleNLP's oldest form: `ids` and `lens` in one archive, which has to be read whole."""
+    path = Path(f"{prefix}_ids.npz")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            tokens, sizes = archive["ids"], archive["lens"].astype(np.int32)
+    except KeyError as error:
+        raise GptlmError(f"{path} lacks an array: {error.args[0]}; it should hold 'ids' and 'lens'") from error
+    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        raise GptlmError(f"{path} is no whole .npz file: {error}; preprocess again") from error
+    return _arrays(prefix, path, path, tokens, sizes, np.arange(len(sizes) + 1))
+
+
+def _arrays(
+    prefix: str, tokens_path: Path, index_path: Path, tokens: np.ndarray, sizes: np.ndarray, documents: np.ndarray
+) -> IndexedTokens:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise GptlmError(f"{tokens_path} holds a {tokens.dtype} array of shape {tokens.shape}; expected 1-D integers")
     if sizes.dtype != np.int32 or sizes.ndim != 1:

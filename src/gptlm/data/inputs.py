@@ -22,7 +22,7 @@ def find_prefixes(folder: str) -> list[str]:
         ) from error
     prefixes: dict[str, None] = {}
     for name in names:
-        for suffix in ("_idx.npz", "_ids.npy", ".idx", ".bin"):
+        for suffix in ("_idx.npz", "_ids.npy", "_ids.npz", ".idx", ".bin"):
             if name.endswith(suffix):
                 prefixes[os.path.join(folder, name[: -len(suffix)])] = None
     if not prefixes:
@@ -42,7 +42,7 @@ def parse_input(input_dir: str) -> list[tuple[float, str]]:
     """
     if os.path.isdir(input_dir):
         return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
-    if any(os.path.exists(input_dir + suffix) for suffix in (".idx", ".bin", "_ids.npy", "_idx.npz")):
+    if any(os.path.exists(input_dir + suffix) for suffix in (".idx", ".bin", "_ids.npy", "_idx.npz", "_ids.npz")):
         return [(1.0, input_dir)]
     words = input_dir.split()
     if len(words) < 2:

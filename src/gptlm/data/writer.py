@@ -7,8 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.data.indexed import DTYPES, HEADER, MAGIC, dtype_for, metadata_path, sequence_starts
+from gptlm.data.indexed import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    TNT_HEADER,
+    TNT_MAGIC,
+    dtype_for,
+    metadata_path,
+    sequence_starts,
+)
 from gptlm.errors import GptlmError
+
+LAYOUTS = ("mmap", "lazy", "cached", "npy")
 
 
 class IndexedTokensWriter:
@@ -17,20 +28,21 @@ class IndexedTokensWriter:
     Args:
         prefix: path without suffix.
         vocab_size: entries of the tokenizer; fixes the dtype, and every id must lie in [0, vocab_size).
-        layout: "mmap" for `.bin/.idx`, "npy" for `_ids.npy/_idx.npz`.
+        layout: "mmap" for `.bin/.idx`, "lazy" or "cached" for the same names in the TNTIDX format (whose ids are
+            always int32), "npy" for `_ids.npy/_idx.npz`.
 
     Memory: 4 bytes per sequence and 8 per document.
     """
 
     def __init__(self, prefix: str, vocab_size: int, layout: str = "mmap"):
-        assert layout in ("mmap", "npy"), layout
+        assert layout in LAYOUTS, layout
         self.prefix, self.vocab_size, self.layout = prefix, vocab_size, layout
-        self.dtype = dtype_for(vocab_size)
+        self.dtype = np.dtype(np.int32) if layout in ("lazy", "cached") else dtype_for(vocab_size)
         self.sizes = array("i")
         self.document_starts = array("q", [0])
         self.total = 0
         self.highest = -1
-        suffixes = (".bin", ".idx") if layout == "mmap" else ("_ids.npy", "_idx.npz")
+        suffixes = ("_ids.npy", "_idx.npz") if layout == "npy" else (".bin", ".idx")
         self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(_temporary(self.tokens_path), "wb")
@@ -104,10 +116,18 @@ class IndexedTokensWriter:
         if self.layout == "npy":
             np.savez(file, lens=sizes, docs=documents)
             return
+        starts = sequence_starts(sizes)
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        if self.layout != "mmap":
+            counts = (1, code, self.dtype.itemsize, len(sizes), len(sizes), len(documents))
+            file.write(TNT_MAGIC + np.array(counts, dtype=TNT_HEADER).tobytes())
+            offsets = np.append(starts, np.int64(self.total))
+            for part in (np.arange(len(sizes) + 1, dtype=np.int64), offsets, sizes.astype(np.int64), documents):
+                file.write(part.tobytes())
+            return
         header = np.array((1, code, len(sizes), len(documents)), dtype=HEADER)
         file.write(MAGIC + header.tobytes())
-        for part in (sizes, sequence_starts(sizes) * self.dtype.itemsize, documents):
+        for part in (sizes, starts * self.dtype.itemsize, documents):
             file.write(part.tobytes())
 
     def _npy_header(self) -> bytes:

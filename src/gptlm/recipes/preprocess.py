@@ -41,7 +41,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     logger.info("%d files, %d vocabulary entries, output %s", len(files), len(tokenizer), ", ".join(prefixes))
     writers: list[IndexedTokensWriter] = []
     try:
-        writers += [IndexedTokensWriter(p, len(tokenizer), arguments.dataset_impl) for p in prefixes]
+        layout = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
+        writers += [IndexedTokensWriter(p, len(tokenizer), layout) for p in prefixes]
         progress = _encode(job, tokenizer, files, writers)
         if not writers[0].total:
             raise GptlmError(f"{arguments.input_path} holds no text under {' '.join(arguments.json_keys)}")
