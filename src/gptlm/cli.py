@@ -10,7 +10,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gptlm.config.data_tools import ORDER, PREFIX, parse_order, parse_prefix
+from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.config.tools import (
@@ -84,7 +84,7 @@ def data(argv: Sequence[str]) -> None:
     if tool == "index":
         parsed = parse_pretrain(words, os.environ, printing=True)
     else:
-        parsed = parse_order(words) if tool in ("order", "show") else parse_prefix(words)
+        parsed = _data_parser(tool)(words)
     from gptlm.recipes import data as recipes
 
     tools: dict[str, Callable[[Any], object]] = {
@@ -93,8 +93,16 @@ def data(argv: Sequence[str]) -> None:
         "show": recipes.show,
         "order": recipes.order,
         "index": recipes.index,
+        "merge": recipes.copy,
+        "convert": recipes.copy,
     }
     tools[tool](parsed)
+
+
+def _data_parser(tool: str) -> Callable[[Sequence[str]], Any]:
+    if tool in ("order", "show"):
+        return parse_order
+    return parse_copy if tool in ("merge", "convert") else parse_prefix
 
 
 DATA_TOOLS = {
@@ -102,6 +110,8 @@ DATA_TOOLS = {
     "stats": ("Numbers of one corpus.", PREFIX),
     "show": ("Print one training sample with its document boundaries.", ORDER),
     "order": ("Print which samples each split serves, with a hash.", ORDER),
+    "merge": ("Join corpora into one.", COPY),
+    "convert": ("Write a corpus in another format.", COPY),
     "index": ("Build the index of a pretraining command ahead; takes its flags and --world_size.", PRETRAIN),
 }
 

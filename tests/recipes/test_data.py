@@ -11,6 +11,7 @@ import pytest
 from gptlm.cli import main
 from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
+from gptlm.data.indexed import open_tokens
 from gptlm.data.splits import build_split, open_corpora
 from gptlm.recipes import pretrain_data
 from tests.conftest import write_tokens
@@ -119,9 +120,53 @@ def test_index_builds_what_training_will_look_for(tiny_model, tmp_path, capsys, 
     assert sorted(p.name for p in (tmp_path / "d" / "index-cache").iterdir()) == built
 
 
+@pytest.mark.parametrize("layout", ["mmap", "npy", "lazy", "cached"])
+def test_convert_and_back_keeps_every_sequence_and_document(tmp_path, capsys, layout):
+    write_tokens(tmp_path / "a", documents=12)
+    code, out, err = run(
+        capsys, "convert", "--input", tmp_path / "a", "--output_prefix", tmp_path / "b", "--dataset_impl", layout
+    )
+    assert code == 0 and "12 sequences" in out, err
+    assert run(capsys, "convert", "--input", tmp_path / "b", "--output_prefix", tmp_path / "c")[0] == 0
+    a, c = open_tokens(str(tmp_path / "a")), open_tokens(str(tmp_path / "c"))
+    assert [a.get(i).tolist() for i in range(12)] == [c.get(i).tolist() for i in range(12)]
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"c{suffix}").read_bytes()
+
+
+def test_merge_joins_in_order_and_keeps_documents_of_several_sequences(tmp_path, capsys):
+    write_tokens(tmp_path / "a", documents=3)
+    np.save(tmp_path / "b_ids.npy", np.arange(6, dtype=np.int32))
+    np.savez(tmp_path / "b_idx.npz", lens=np.array([1, 2, 3], np.int32), docs=np.array([0, 2, 3]))
+    words = ["merge", "--input", tmp_path / "a", tmp_path / "b", "--output_prefix", tmp_path / "m"]
+    code, out, _ = run(capsys, *words)
+    merged, a = open_tokens(str(tmp_path / "m")), open_tokens(str(tmp_path / "a"))
+    assert code == 0 and "2 corpora, 6 sequences" in out
+    assert merged.document_starts.tolist() == [0, 1, 2, 3, 5, 6]
+    assert [merged.get(i).tolist() for i in range(6)] == [a.get(i).tolist() for i in range(3)] + [
+        [0],
+        [1, 2],
+        [3, 4, 5],
+    ]
+    code, _, err = run(capsys, *words[:-1], tmp_path / "a")
+    assert code == 1 and "one of the inputs" in err
+    code, _, err = run(capsys, *words[:-1], tmp_path / "small", "--vocab_size", 5)
+    assert code == 1 and "outside the vocabulary of 5" in err and not list(tmp_path.glob("small*"))
+
+
+def test_corpora_of_different_tokenizers_are_not_merged(tmp_path, capsys):
+    for name in ("a", "b"):
+        write_tokens(tmp_path / name)
+        path = tmp_path / f"{name}.meta.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_fingerprint": name}))
+    code, _, err = run(capsys, "merge", "--input", tmp_path, "--output_prefix", tmp_path / "m" / "x")
+    assert code == 1 and "different tokenizers" in err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
+        (["merge", "--input", "x"], 2, "--output_prefix is missing"),
         ([], 2, "expected one of check"),
         (["ordr"], 2, "'ordr'"),
         (["order"], 2, "--input_dir is missing"),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gptlm.config import spellings
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Vocabulary, build, parse
 from gptlm.data.order import DATA_ORDERS, parse_split
@@ -35,7 +36,18 @@ class PrefixArguments:
     vocab_size: int | None = arg(None, "ids must lie below this; unset: the vocabulary noted beside the data")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CopyArguments:
+    """Several corpora into one, or one into another format."""
+
+    input: list[str] = arg([], "prefixes of the token files to read, or one folder with them, joined in this order")
+    output_prefix: str | None = arg(None, "path of the result without suffix")
+    dataset_impl: str = arg("mmap", "format of the result", choices=("mmap", "lazy", "cached", "npy"))
+    vocab_size: int | None = arg(None, "ids must lie below this; unset: the vocabulary noted beside the data")
+
+
 ORDER = Vocabulary((OrderArguments,))
+COPY = Vocabulary((CopyArguments,), spellings.COPY_RENAMED)
 PREFIX = Vocabulary((PrefixArguments,))
 
 
@@ -68,6 +80,17 @@ def parse_order(argv: Sequence[str]) -> OrderQuestion:
         raise UsageError("\n".join(problems))
     train, valid, test = (int(word) for word in words)
     return OrderQuestion(build(OrderArguments, values), (train, valid, test))
+
+
+def parse_copy(argv: Sequence[str]) -> CopyArguments:
+    """Raises UsageError listing everything that is wrong."""
+    values = parse(COPY, argv).values
+    problems = [f"--{name} is missing" for name in ("input", "output_prefix") if not values[name]]
+    if values["vocab_size"] is not None and values["vocab_size"] < 1:
+        problems.append(f"--vocab_size {values['vocab_size']}: expected at least 1")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return build(CopyArguments, values)
 
 
 def parse_prefix(argv: Sequence[str]) -> PrefixArguments:

@@ -186,3 +186,5 @@ PREDICT_IGNORED = {"model_type": "the architecture is read from model_name_or_pa
 PREDICT_REFUSED = {
     "save_onepiece_model_path": (("", "none"), "saved models are in one piece already; copy the folder"),
 }
+
+COPY_RENAMED = {"data_impl": "dataset_impl"}

@@ -13,11 +13,14 @@ from gptlm.data.indexed import (
     MAGIC,
     TNT_HEADER,
     TNT_MAGIC,
+    IndexedTokens,
     dtype_for,
     metadata_path,
     sequence_starts,
 )
 from gptlm.errors import GptlmError
+
+COPY_TOKENS = 1 << 22  # tokens copied in one piece
 
 LAYOUTS = ("mmap", "lazy", "cached", "npy")
 
@@ -55,18 +58,33 @@ class IndexedTokensWriter:
         Raises:
             GptlmError: if an id lies outside [0, vocab_size).
         """
+        self._write(ids)
+        first = len(self.sizes)
+        self.sizes.extend(lengths)
+        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
+
+    def copy(self, source: IndexedTokens) -> None:
+        """Append all sequences and documents of another corpus.
+
+        Raises:
+            GptlmError: if an id lies outside [0, vocab_size).
+        """
+        for start in range(0, len(source.tokens), COPY_TOKENS):
+            self._write(source.tokens[start : start + COPY_TOKENS])
+        first = len(self.sizes)
+        self.sizes.frombytes(source.sizes.astype(np.int32).tobytes())
+        self.document_starts.frombytes((source.document_starts[1:].astype(np.int64) + first).tobytes())
+
+    def _write(self, ids: np.ndarray) -> None:
         if len(ids):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.vocab_size:
                 raise GptlmError(
-                    f"the tokenizer gave id {low if low < 0 else high}, its vocabulary has {self.vocab_size} "
-                    f"entries; ids would be stored wrongly in {self.dtype}"
+                    f"id {low if low < 0 else high} lies outside the vocabulary of {self.vocab_size} entries; "
+                    f"ids would be stored wrongly in {self.dtype}"
                 )
             self.highest = max(self.highest, high)
         self._file.write(ids.astype(self.dtype).tobytes())
-        first = len(self.sizes)
-        self.sizes.extend(lengths)
-        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
         self.total += len(ids)
 
     def finish(self, metadata: dict) -> list[Path]:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.config.data_tools import OrderQuestion, PrefixArguments
+from gptlm.config.data_tools import CopyArguments, OrderQuestion, PrefixArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, read_metadata
+from gptlm.data.inputs import find_prefixes
 from gptlm.data.splits import SPLITS, Corpus, PretrainingDataset, build_split, open_corpora
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
 FIRST_SAMPLES = 8
@@ -99,6 +101,38 @@ def stats(arguments: PrefixArguments) -> None:
     }
     for name, value in rows.items():
         print(f"{name:<34}{value:,}" if isinstance(value, int) else f"{name:<34}{value}")
+
+
+def copy(arguments: CopyArguments) -> None:
+    """Join corpora into one, in any of the formats.
+
+    Raises:
+        GptlmError: if they were made with different tokenizers, or ids do not fit the vocabulary.
+    """
+    prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
+    if arguments.output_prefix in prefixes:
+        raise GptlmError(f"--output_prefix {arguments.output_prefix} is one of the inputs; give another")
+    sources = [open_tokens(prefix) for prefix in prefixes]
+    facts = [read_metadata(prefix) for prefix in prefixes]
+    prints = {fact.get("tokenizer_fingerprint") for fact in facts if fact}
+    if len(prints) > 1:
+        raise GptlmError(
+            f"{' and '.join(prefixes)} were made with different tokenizers; their ids mean different texts"
+        )
+    known = [fact["vocab_size"] for fact in facts if "vocab_size" in fact]
+    vocab_size = arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source)[1] for source in sources)
+    writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)
+    try:
+        for source in sources:
+            writer.copy(source)
+        kept = {key: value for key, value in facts[0].items() if key.startswith(("tokenizer", "eos", "append"))}
+        written = writer.finish(kept)
+    except OSError as error:
+        raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
+    finally:
+        writer.abandon()
+    print(f"{len(sources)} corpora, {len(writer.sizes)} sequences, {writer.total:,} tokens")
+    print(f"written: {', '.join(map(str, written))}")
 
 
 def index(run: PretrainRun) -> None:
