@@ -95,6 +95,15 @@ def test_bad_preprocessing_leaves_nothing(work, words, code, says):
     assert not (work / "bad").exists() or list((work / "bad").iterdir()) == []
 
 
+def test_broken_documents_can_be_skipped(work):
+    (work / "some.jsonl").write_text('{"text": "a"}\n{"text": "b"\n{"title": "c"}\n{"text": "d"}\n')
+    words = "--input_path some.jsonl --model_name tok --output_prefix some/x --on_error skip --workers 2".split()
+    result = preprocess(work, *words)
+    assert result.returncode == 0 and "2 broken documents were left out" in result.stdout, result.stderr
+    assert "some.jsonl, line 2" in result.stdout and "some.jsonl, line 3" in result.stdout
+    assert len(open_tokens(str(work / "some" / "x"))) == 2
+
+
 def test_text_under_a_c_locale(work):
     (work / "zh.jsonl").write_text('{"text": "今天天气很好"}\n' * 30, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

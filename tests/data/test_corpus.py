@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from gptlm.data.corpus import list_files, read_batches, read_texts, texts_of
+from gptlm.data.corpus import good_texts_of, list_files, read_batches, read_texts, texts_of
 from gptlm.errors import GptlmError
 
 TEXTS = ["one", "two\nlines", "", "vier äöü", "五 今天"]
@@ -73,6 +73,15 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, says):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
     with pytest.raises(GptlmError, match=f"a.jsonl, {says}"):
         list(read_texts(str(tmp_path / "a.jsonl")))
+
+
+def test_bad_documents_can_be_left_out_with_their_reasons(tmp_path):
+    lines = [b'{"text": "a"}', b'{"text": ', b'{"text": "\xff"}', b'{"title": "b"}', b'{"text": "c"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (batch,) = read_batches([tmp_path / "a.jsonl"])
+    texts, bad = good_texts_of(batch, ["text"])
+    assert texts == [("a",), ("c",)]
+    assert [reason.split("a.jsonl, ")[1][:6] for reason in bad] == ["line 2", "line 3", "line 4"]
 
 
 def test_utf16_and_cut_archives_are_named(tmp_path):

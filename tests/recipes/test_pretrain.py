@@ -346,12 +346,23 @@ def test_evaluation_alone_trains_nothing(tiny_model, corpus_folder, tmp_path):
     assert not list((tmp_path / "o").glob("*.safetensors"))
 
 
-def test_npy_data_and_blends_train(train, corpus_folder):
+def test_npy_data_and_blends_train(train, corpus_folder, capsys):
     _, mmap = train(*NO_DROPOUT)
     _, npy = train(*NO_DROPOUT, data=corpus_folder / "npy", output="npy")
     assert losses(mmap) == losses(npy)
-    blend = f"0.3 {corpus_folder}/mmap/c 0.7 {corpus_folder}/npy/c"
-    train(data=blend, output="blend")
+    blend = f"0.25 {corpus_folder}/mmap/c 0.75 {corpus_folder}/npy/c"
+    train("--max_steps", "10", data=blend, output="blend")
+    lines = capsys.readouterr().out
+    assert (
+        "mmap/c: weight 0.25, 4,463 tokens, 5 samples" in lines
+        and "npy/c: weight 0.75, 4,463 tokens, 15 samples" in lines
+    )
+
+
+def test_many_epochs_are_warned_of(train, capsys):
+    train("--max_steps", "600", "--eval_steps", "600", "--save_steps", "600", "--logging_steps", "600")
+    lines = capsys.readouterr().out
+    assert "1,200 samples, 4.30 epochs, more than 4" in lines  # 1200 x 16 / 4463
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ class PreprocessArguments:
     )
     append_eos: bool = arg(False, "end every document with the end-of-text id")
     allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
+    on_error: str = arg(
+        "raise", "skip: leave out documents that are broken, and name and count them", choices=("raise", "skip")
+    )
     workers: int = arg(1, "processes that encode")
     max_doc_num: int | None = arg(None, "stop after this many documents")
     log_interval: int = arg(1000, "documents between progress lines when there is no progress bar")

@@ -86,15 +86,18 @@ def texts_of(batch: Batch, keys: Sequence[str]) -> list[tuple[str, ...]]:
     Raises:
         GptlmError: naming file and line of bytes that are not UTF-8, broken JSON, or a missing key.
     """
-    texts = []
-    for number, record in zip(batch.numbers, batch.records, strict=True):
-        place = f"{batch.file}, {'document' if isinstance(record, dict) else 'line'} {number}"
-        if isinstance(record, bytes):
-            record = _decode(record, place)
-        if not batch.is_text and isinstance(record, str):
-            record = _parse_line(record, place)
-        texts.append((record,) * len(keys) if batch.is_text else _select(record, keys, place))
-    return texts
+    return [_texts_of_record(batch, number, keys) for number in range(len(batch.records))]
+
+
+def good_texts_of(batch: Batch, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """As `texts_of`, but a bad document is left out; also returns what is wrong with each of those."""
+    texts, bad = [], []
+    for number in range(len(batch.records)):
+        try:
+            texts.append(_texts_of_record(batch, number, keys))
+        except GptlmError as error:
+            bad.append(str(error))
+    return texts, bad
 
 
 def read_texts(path: str, key: str = "text", txt_split: str = "blank_line") -> Iterator[str]:
@@ -102,6 +105,16 @@ def read_texts(path: str, key: str = "text", txt_split: str = "blank_line") -> I
     for batch in read_batches(list_files(path), txt_split):
         for (text,) in texts_of(batch, [key]):
             yield text
+
+
+def _texts_of_record(batch: Batch, i: int, keys: Sequence[str]) -> tuple[str, ...]:
+    record = batch.records[i]
+    place = f"{batch.file}, {'document' if isinstance(record, dict) else 'line'} {batch.numbers[i]}"
+    if isinstance(record, bytes):
+        record = _decode(record, place)
+    if not batch.is_text and isinstance(record, str):
+        record = _parse_line(record, place)
+    return (record,) * len(keys) if batch.is_text else _select(record, keys, place)
 
 
 def _kind(file: Path) -> str | None:

@@ -6,17 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import get_context
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from gptlm.data.corpus import Batch, texts_of
+from gptlm.data.corpus import Batch, good_texts_of, texts_of
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
+REASONS_KEPT = 10  # bad documents named at the end
 BATCHES_AHEAD = 4  # batches in flight per worker; bounds memory whatever the corpus size
 
 
@@ -29,6 +30,7 @@ class EncodeSettings:
         keys: JSON keys to encode, each into its own corpus.
         eos_id: id appended to every document, or None.
         strip: remove white space at both ends of a text (PaddleNLP does, Megatron does not).
+        skip_bad: leave out documents that cannot be read instead of stopping.
         allow_special_tokens: let a text that spells a special token, such as <|endoftext|>, become its id.
     """
 
@@ -37,23 +39,27 @@ class EncodeSettings:
     eos_id: int | None
     strip: bool
     allow_special_tokens: bool
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One encoded batch: per key the ids back to back (int32) and the length of each kept document."""
+    """One encoded batch: per key the ids back to back (int32) and the length of each kept document; bad documents."""
 
     ids: tuple[np.ndarray, ...]
     lengths: tuple[list[int], ...]
     documents: int
+    bad: list[str]
     read: int
 
 
 @dataclass
 class Progress:
-    """Totals so far: documents read, documents without text, bytes of input consumed, seconds."""
+    """Totals so far: documents read, without text, left out as bad (and why, the first few), bytes, seconds."""
 
     documents: int = 0
+    bad: int = 0
+    reasons: list[str] = field(default_factory=list)
     empty: int = 0
     read: int = 0
     seconds: float = 0.0
@@ -62,7 +68,7 @@ class Progress:
 def encode(settings: EncodeSettings, batch: Batch) -> Encoded:
     """Encode one batch; runs in a worker process. Documents without any token are left out."""
     tokenizer = _tokenizer(settings.tokenizer_file, settings.allow_special_tokens)
-    documents = texts_of(batch, settings.keys)
+    documents, bad = good_texts_of(batch, settings.keys) if settings.skip_bad else (texts_of(batch, settings.keys), [])
     ids, lengths = [], []
     for key in range(len(settings.keys)):
         texts = [texts[key].strip() if settings.strip else texts[key] for texts in documents]
@@ -72,7 +78,7 @@ def encode(settings: EncodeSettings, batch: Batch) -> Encoded:
             kept = [document + [settings.eos_id] for document in kept]
         lengths.append([len(document) for document in kept])
         ids.append(np.fromiter((i for document in kept for i in document), np.int32, sum(lengths[-1])))
-    return Encoded(tuple(ids), tuple(lengths), len(documents), batch.read)
+    return Encoded(tuple(ids), tuple(lengths), len(documents), bad, batch.read)
 
 
 def write_corpus(
@@ -94,6 +100,8 @@ def write_corpus(
         for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
             writer.add(ids, lengths)
         progress.documents += encoded.documents
+        progress.bad += len(encoded.bad)
+        progress.reasons += encoded.bad[: REASONS_KEPT - len(progress.reasons)]
         progress.empty += encoded.documents - len(encoded.lengths[0])
         progress.read += encoded.read
         progress.seconds = time.monotonic() - started

@@ -100,6 +100,7 @@ def _encode(
             eos_id=tokenizer.eos_token_id if arguments.append_eos else None,
             strip=not job.megatron,
             allow_special_tokens=arguments.allow_special_tokens,
+            skip_bad=arguments.on_error == "skip",
         )
         size = sum(file.stat().st_size for file in files)
         with _Bar(size, arguments.log_interval) as bar:
@@ -148,6 +149,10 @@ def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written:
     logger.info("Processed %s", _rate(progress))
     if progress.empty:
         logger.info("%d documents without text were left out", progress.empty)
+    for reason in progress.reasons:
+        logger.warning("left out: %s", reason)
+    if progress.bad:
+        logger.warning("%d broken documents were left out (--on_error skip)", progress.bad)
     for writer in writers:
         documents = len(writer.sizes)
         logger.info("%s: %d documents, %s tokens, %s", writer.prefix, documents, f"{writer.total:,}", writer.dtype)

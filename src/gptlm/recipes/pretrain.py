@@ -21,6 +21,7 @@ from gptlm.recipes.pretrain_data import (
     build_datasets,
     order_facts,
     sample_counts,
+    say_blend,
     say_data,
     steps_per_epoch,
     window,
@@ -67,6 +68,7 @@ def _run(
     arguments = hf_arguments(run, machine)
     say_data(corpora)
     datasets = build_datasets(run, corpora, arguments)
+    say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
     _say_run(run)
     trainer = _trainer(run, arguments, datasets, tokenizer, start)

@@ -3,10 +3,12 @@
 import logging
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Subset
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import PretrainRun
+from gptlm.data.blend import BlendedDataset
 from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.splits import (
     SPLITS,
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
 
+MANY_EPOCHS = 4
 MOST_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
 Datasets = dict[str, PretrainingDataset | None]
@@ -120,6 +123,29 @@ def say_data(corpora: list[Corpus]) -> None:
             for first, last in [corpus.sequences(split)]
         )
         logger.info("data %s (weight %.3g): %s", corpus.tokens.prefix, corpus.weight, counts)
+
+
+def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None) -> None:
+    """A line per part of the training data: weight, tokens, samples the run draws from it, and how often that repeats.
+
+    More than 4 epochs are warned of: beyond them repeated text is worth less and less (arXiv:2305.16264).
+    """
+    if dataset is None:
+        return
+    drawn = sample_counts(run)["train"]
+    present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count("train") > 0]
+    counts = (
+        np.bincount(dataset.parts[:drawn], minlength=len(present)) if isinstance(dataset, BlendedDataset) else [drawn]
+    )
+    for corpus, count in zip(present, counts, strict=True):
+        tokens = corpus.token_count("train")
+        epochs = int(count) * run.data.max_seq_length / tokens
+        share = f"weight {corpus.weight:.3g}, {tokens:,} tokens, {int(count):,} samples, {epochs:.2f} epochs"
+        line = f"{corpus.tokens.prefix}: {share}"
+        if epochs > MANY_EPOCHS:
+            logger.warning("%s, more than %d: consider fewer steps or more text", line, MANY_EPOCHS)
+        else:
+            logger.info("%s", line)
 
 
 def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
