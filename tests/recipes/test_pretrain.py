@@ -375,7 +375,12 @@ def test_many_epochs_are_warned_of(train, capsys):
         (lambda p: None, ("--vocab_size", "400", "--continue_training", "0"), "vocabulary has 400"),
         (lambda p: None, ("--split", "1,0,0"), "valid split is empty"),
         (lambda p: None, ("--split", "1,1,0", "--do_predict"), "test split is empty"),
-        (lambda p: None, ("--max_seq_length", "64", "--split", "1000,1,1"), "valid split"),
+        (lambda p: None, ("--max_seq_length", "64", "--split", "118,1,1"), "valid split.*one sample takes 65"),
+        (
+            lambda p: write_tokens(p / "c", seed=3),
+            ("--max_seq_length", "64", "--split", "100,19,1", "--do_predict"),
+            "test split.*takes 65",
+        ),
         (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "holds no tokenizer"),
     ],
 )  # fmt: skip
@@ -390,6 +395,14 @@ def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch,
         train(*[word.format(data=tmp_path / "d") for word in words], data=tmp_path / "d")
     assert len(str(caught.value).splitlines()) == 1
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_test_split_too_short_is_left_out_of_do_eval(train, tmp_path, capsys):
+    """Of 120 documents the last one is the test split, and it is shorter than 64 + 1 tokens."""
+    write_tokens(tmp_path / "d" / "c", seed=3)
+    metrics, _ = train("--max_seq_length", "64", "--split", "100,19,1", data=tmp_path / "d")
+    assert "eval_loss" in metrics and "test_loss" not in metrics
+    assert "shorter than a sample (--split 100,19,1): no test evaluation" in capsys.readouterr().out
 
 
 def test_names_without_network_say_what_to_do_and_do_not_wait(train, tmp_path, monkeypatch):

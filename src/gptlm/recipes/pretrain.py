@@ -186,7 +186,7 @@ def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dic
     """The final evaluation on the test split, where there is one."""
     dataset = window(run, datasets["test"], run.eval_batches * TEST_FACTOR)
     if dataset is None:
-        logger.info("the test split is empty (--split %s): no test evaluation", run.data.split)
+        logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", run.data.split)
         return {}
     return _evaluate(trainer, "test", dataset)
 

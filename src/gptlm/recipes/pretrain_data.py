@@ -69,11 +69,13 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
     output_dir = run.training.output_dir or ""
     cache = IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
     samples = sample_counts(run)
-    needed = [split for split in SPLITS if _required(run, split) or (split == "test" and run.training.do_eval)]
     _refuse_too_many(run)
     _refuse_empty(run, corpora)
+    needed = [split for split in SPLITS if _required(run, split)]
     for split in needed:
         refuse_short(corpora, split, run.data.max_seq_length)
+    if run.training.do_eval and "test" not in needed and _test_is_long_enough(run, corpora):
+        needed.append("test")
     check_ids(corpora, run.shape.vocab_size, cache)
     datasets = {
         split: build_split(
@@ -166,6 +168,15 @@ def _refuse_too_many(run: PretrainRun) -> None:
                 f"the {split} split is asked for {count:,} samples (batch x steps), whose index fits no memory; "
                 "lower --max_steps or the batch size"
             )
+
+
+def _test_is_long_enough(run: PretrainRun, corpora: list[Corpus]) -> bool:
+    """do_eval ends with a test where there is something to test on; only do_predict insists on it."""
+    try:
+        refuse_short(corpora, "test", run.data.max_seq_length)
+    except GptlmError:
+        return False
+    return True
 
 
 def _required(run: PretrainRun, split: str) -> bool:
