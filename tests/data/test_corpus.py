@@ -130,3 +130,21 @@ def test_bytes_read_add_up(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES * 5000)
     batches = list(read_batches(list_files(str(tmp_path / "a.jsonl"))))
     assert len(batches) > 1 and sum(batch.read for batch in batches) == 5000 * len(LINES)
+
+
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"document {i} 今天" for i in range(1500)]
+    table = pyarrow.table({"id": list(range(1500)), "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert list(read_texts(str(tmp_path / "a.parquet"))) == texts
+    batches = list(read_batches(list_files(str(tmp_path))))
+    assert sum(batch.read for batch in batches) == (tmp_path / "a.parquet").stat().st_size
+    with pytest.raises(GptlmError, match=r"a.parquet, document 1: no text under 'title'"):
+        list(read_texts(str(tmp_path / "a.parquet"), "title"))
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(GptlmError, match="cannot read .*b.parquet.*is the file whole"):
+        list(read_texts(str(tmp_path / "b.parquet")))

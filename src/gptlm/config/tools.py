@@ -22,7 +22,7 @@ class PreprocessArguments:
 
     input_path: str | None = arg(
         None,
-        "a file, a folder or a quoted glob of .jsonl, .json or .txt, each also .gz or .zst; spelled --input, "
+        "a file, a folder or a quoted glob of .jsonl, .json, .txt (also .gz, .zst) or .parquet; spelled --input, "
         "Megatron's conventions hold for names and white space",
     )
     output_prefix: str | None = arg(None, "path of the result without suffix")
@@ -59,7 +59,7 @@ class PreprocessArguments:
 class TokenizerArguments:
     """A tokenizer from text."""
 
-    input_path: str | None = arg(None, "a file, a folder or a quoted glob of .jsonl, .json or .txt, also .gz or .zst")
+    input_path: str | None = arg(None, "a file, a folder or a quoted glob of .jsonl, .json, .txt or .parquet")
     output_dir: str | None = arg(None, "folder for the tokenizer")
     vocab_size: int = arg(32000, "entries of the vocabulary, 257 or more")
     min_frequency: int = arg(2, "occurrences a pair needs to be merged")

@@ -1,4 +1,4 @@
-"""Texts on disk, read as batches of documents: .jsonl, .json, .txt, each also as .gz or .zst.
+"""Texts on disk, read as batches of documents: .jsonl, .json, .txt, each also as .gz or .zst, and .parquet.
 
 Reading is streaming and cheap; parsing a batch is left to `texts_of`, which worker processes may call.
 """
@@ -18,9 +18,10 @@ import zstandard
 
 from gptlm.errors import GptlmError
 
-SUFFIXES = (".jsonl", ".json", ".txt")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSED = (".gz", ".zst")
 BATCH_BYTES = 1 << 18
+PARQUET_ROWS = 512
 UTF8_MARK = b"\xef\xbb\xbf"
 
 
@@ -130,11 +131,14 @@ def _is_ours(file: Path) -> bool:
 
 
 def _endings() -> str:
-    return ", ".join(SUFFIXES) + " (or these with .gz or .zst)"
+    return ", ".join(SUFFIXES) + " (text also with .gz or .zst)"
 
 
 def _read_file(file: Path, txt_split: str) -> Iterator[Batch]:
     kind = _kind(file)
+    if kind == ".parquet":
+        yield from _read_parquet(file)
+        return
     with open(file, "rb") as raw:
         stream = _open(raw, file)
         _skip_mark(stream, file)
@@ -146,6 +150,22 @@ def _read_file(file: Path, txt_split: str) -> Iterator[Batch]:
             lines = enumerate(stream, start=1)
             documents, is_text = ((n, line) for n, line in lines if line.strip()), False
         yield from _batched(documents, str(file), is_text, raw)
+
+
+def _read_parquet(file: Path) -> Iterator[Batch]:
+    import pyarrow.parquet  # heavy, and few corpora need it
+
+    first, left = 1, file.stat().st_size
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            share = left // max(1, -(-table.metadata.num_rows // PARQUET_ROWS))
+            for rows in table.iter_batches(PARQUET_ROWS):
+                records = rows.to_pylist()
+                yield Batch(str(file), list(range(first, first + len(records))), records, False, share)
+                first, left = first + len(records), left - share
+    except pyarrow.ArrowException as error:
+        raise OSError(str(error)) from error
+    yield Batch(str(file), [], [], False, left)
 
 
 def _open(raw: BinaryIO, file: Path) -> io.BufferedReader:
