@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from multiprocessing import get_context
 
 import numpy as np
@@ -77,7 +78,7 @@ def encode(settings: EncodeSettings, batch: Batch) -> Encoded:
         if settings.eos_id is not None:
             kept = [document + [settings.eos_id] for document in kept]
         lengths.append([len(document) for document in kept])
-        ids.append(np.fromiter((i for document in kept for i in document), np.int32, sum(lengths[-1])))
+        ids.append(np.fromiter(chain.from_iterable(kept), np.int32, sum(lengths[-1])))
     return Encoded(tuple(ids), tuple(lengths), len(documents), bad, batch.read)
 
 
