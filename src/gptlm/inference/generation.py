@@ -45,30 +45,12 @@ def continue_prompts(
         GptlmError: if a prompt leaves no room in the position table.
     """
     rows = [_encode(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
-    room = model.config.n_positions - max(map(len, rows))
-    if room < 1:
-        raise GptlmError(
-            f"a prompt of {max(map(len, rows))} tokens fills the position table of {model.config.n_positions}; "
-            f"shorten it, or give --src_length {model.config.n_positions // 2}"
-        )
-    if room < max_new_tokens:
-        logger.warning(
-            "%d new tokens do not fit the position table of %d after the longest prompt: %d are added at most",
-            max_new_tokens,
-            model.config.n_positions,
-            room,
-        )
-        max_new_tokens = room
+    max_new_tokens = min(max_new_tokens, _room(model.config.n_positions, max(map(len, rows)), max_new_tokens))
     pad = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
     options = _options(model, tokenizer, max_new_tokens, sampling, stop_at_eol, pad)
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        width = max(map(len, batch))
-        ids = torch.full((len(batch), width), pad)
-        mask = torch.zeros((len(batch), width), dtype=torch.int64)
-        for i, row in enumerate(batch):  # padding on the left: new tokens follow the prompt directly
-            ids[i, width - len(row) :] = torch.tensor(row)
-            mask[i, width - len(row) :] = 1
+        ids, mask = _left_padded(batch, pad)
         try:
             with torch.inference_mode():
                 out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
@@ -78,7 +60,7 @@ def continue_prompts(
             raise GptlmError(
                 "the model's probabilities are no numbers: its weights are damaged, or --temperature is too small"
             ) from error
-        yield from tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+        yield from tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, longest: int) -> list[int]:
@@ -86,6 +68,32 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, longest: int) -> li
     if not ids:
         ids = [tokenizer.eos_token_id]  # an empty prompt: start a new document
     return ids[-longest:]
+
+
+def _room(positions: int, longest: int, wanted: int) -> int:
+    """New tokens that fit after the longest prompt; fewer than wanted is said, none is an error."""
+    room = positions - longest
+    if room < 1:
+        raise GptlmError(
+            f"a prompt of {longest} tokens fills the position table of {positions}; shorten it, or give "
+            f"--src_length {positions // 2}"
+        )
+    if room < wanted:
+        logger.warning(
+            "%d new tokens do not fit the position table of %d after the longest prompt: %d are added at most",
+            wanted,
+            positions,
+            room,
+        )
+    return room
+
+
+def _left_padded(rows: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, (rows, longest) int64 each; padding stands on the left, new tokens follow the prompt directly."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
 
 
 def _options(
