@@ -1,0 +1,50 @@
+"""A run that is killed again and again, mostly while it saves, ends with the weights of one that was not."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT, run_script
+
+KILLS = 8
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_path):
+    words = [
+        *("--model_name_or_path", tiny_model, "--continue_training", "--input_dir", corpus_folder / "mmap"),
+        *("--max_seq_length", 16, "--max_steps", 400, "--save_steps", 1, "--save_total_limit", 2),
+        *("--per_device_train_batch_size", 2, "--split", "1,0,0", "--device", "cpu", "--disable_tqdm"),
+        *("--hidden_dropout_prob", 0.1, "--attention_probs_dropout_prob", 0.1, "--report_to", "none"),
+    ]
+    whole = run_script("run_pretrain", *words, "--output_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, str(ROOT / "scripts" / "run_pretrain.py"), *map(str, words)]
+    output = tmp_path / "killed"
+    generator = random.Random(0)
+    interrupted = 0
+    for _ in range(KILLS):
+        process = subprocess.Popen(
+            [*command, "--output_dir", str(output)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        before = {path.name for path in output.glob("checkpoint-*")}
+        deadline = time.monotonic() + 60
+        while {path.name for path in output.glob("checkpoint-*")} == before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0, 0.4))
+        process.kill()
+        interrupted += process.wait() < 0
+    assert interrupted >= KILLS // 2  # else the runs ended before they were killed
+    last = run_script("run_pretrain", *words, "--output_dir", output)
+    assert last.returncode == 0 and "resuming from" in last.stdout, last.stderr
+    a, b = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "whole", output))
+    assert all(a[name].equal(b[name]) for name in a)
+    assert not list(output.glob(".checkpoint-*"))
