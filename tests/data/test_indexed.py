@@ -1,6 +1,7 @@
 """Token files: bytes on disk, what is read back, and what is refused."""
 
 import json
+import logging
 import struct
 
 import numpy as np
@@ -219,6 +220,14 @@ def test_damaged_tntidx_is_named(tmp_path):
         (tmp_path / "a.idx").write_bytes(content)
         with pytest.raises(GptlmError, match=f"a.idx.*{says}"):
             open_tokens(str(tmp_path / "a"))
+
+
+def test_several_formats_under_one_prefix_are_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)  # a run before may have sent it elsewhere
+    write(tmp_path / "a", [[1]])
+    write(tmp_path / "a", [[2]], layout="npy")
+    assert open_tokens(str(tmp_path / "a")).get(0).tolist() == [2]
+    assert "several formats (_ids.npy, .bin): _ids.npy is read" in caplog.text
 
 
 def test_the_old_single_npz_is_read(tmp_path):

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.collate import collate_blocks
+from gptlm.data.indexed import open_tokens
 from gptlm.data.splits import build_split, open_corpora
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes import pretrain_model
 from gptlm.recipes.pretrain import pretrain
@@ -357,6 +359,23 @@ def test_npy_data_and_blends_train(train, corpus_folder, capsys):
         "mmap/c: weight 0.25, 4,463 tokens, 5 samples" in lines
         and "npy/c: weight 0.75, 4,463 tokens, 15 samples" in lines
     )
+
+
+@pytest.mark.parametrize("layout", ["lazy", "npz"])
+def test_the_older_formats_train_as_well(train, corpus_folder, tmp_path, layout):
+    """Also without metadata, so that the ids are looked at."""
+    source = open_tokens(str(corpus_folder / "mmap" / "c"))
+    (tmp_path / "d").mkdir()
+    if layout == "npz":
+        np.savez(tmp_path / "d" / "c_ids.npz", ids=source.tokens, lens=source.sizes)
+    else:
+        writer = IndexedTokensWriter(str(tmp_path / "d" / "c"), 500, layout)
+        writer.copy(source)
+        writer.finish({})
+        (tmp_path / "d" / "c.meta.json").unlink()
+    _, history = train(*NO_DROPOUT, data=tmp_path / "d")
+    _, wanted = train(*NO_DROPOUT, output="wanted")
+    assert losses(history) == losses(wanted)
 
 
 def test_many_epochs_are_warned_of(train, capsys):

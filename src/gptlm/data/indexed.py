@@ -7,6 +7,7 @@ PaddleNLP `paddlenlp/data`.
 """
 
 import json
+import logging
 import os
 import zipfile
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from gptlm.errors import GptlmError
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
@@ -35,6 +38,7 @@ class IndexedTokens:
 
     Attributes:
         prefix: the path without suffix, as the user gave it.
+        path: the file that holds the ids.
         tokens: (total,) memory-mapped ids of dtype uint8, int8, int16, uint16, int32 or int64.
         sizes: (n,) int32, tokens of each sequence. The originals shuffle and split sequences, and so do we;
             preprocessing without sentence splitting makes one sequence per document.
@@ -43,6 +47,7 @@ class IndexedTokens:
     """
 
     prefix: str
+    path: Path
     tokens: np.ndarray
     sizes: np.ndarray
     starts: np.ndarray
@@ -64,6 +69,9 @@ def open_tokens(prefix: str) -> IndexedTokens:
     Raises:
         GptlmError: if files are missing, damaged, or not of one run.
     """
+    formats = [name for name in ("_ids.npy", "_ids.npz", ".bin") if os.path.exists(prefix + name)]
+    if len(formats) > 1:
+        logger.warning("%s exists in several formats (%s): %s is read", prefix, ", ".join(formats), formats[0])
     if os.path.exists(f"{prefix}_ids.npy") or os.path.exists(f"{prefix}_idx.npz"):
         return _open_npy(prefix)
     if os.path.exists(f"{prefix}_ids.npz"):
@@ -105,7 +113,9 @@ def _open_mmap(prefix: str, index_path: Path, tokens_path: Path) -> IndexedToken
     starts = sequence_starts(sizes)
     if not np.array_equal(starts * dtype.itemsize, pointers):
         raise GptlmError(f"{index_path}: the byte pointers are not the running sum of the lengths; preprocess again")
-    return IndexedTokens(prefix, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents)
+    return IndexedTokens(
+        prefix, tokens_path, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents
+    )
 
 
 def _open_tnt(prefix: str, index_path: Path, tokens_path: Path) -> IndexedTokens:
@@ -130,7 +140,9 @@ def _open_tnt(prefix: str, index_path: Path, tokens_path: Path) -> IndexedTokens
     if not np.array_equal(starts, offsets[:-1]):
         raise GptlmError(f"{index_path}: the offsets are not the running sum of the lengths; preprocess again")
     documents = raw[expected - 8 * m :].view("<i8")
-    return IndexedTokens(prefix, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents)
+    return IndexedTokens(
+        prefix, tokens_path, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents
+    )
 
 
 def _map_tokens(tokens_path: Path, index_path: Path, dtype: np.dtype, sizes: np.ndarray) -> np.ndarray:
@@ -200,7 +212,7 @@ def _arrays(
             f"{tokens_path} holds {len(tokens)} tokens, {index_path} describes {total}: "
             "the pair is not of one run; preprocess again"
         )
-    return IndexedTokens(prefix, tokens, sizes, sequence_starts(sizes), documents.astype(np.int64))
+    return IndexedTokens(prefix, tokens_path, tokens, sizes, sequence_starts(sizes), documents.astype(np.int64))
 
 
 def _require(*paths: Path) -> None:

@@ -90,12 +90,11 @@ def check_ids(corpora: Sequence[Corpus], vocab_size: int, cache: IndexCache) -> 
 def _id_range(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
     tokens, facts = corpus.tokens, corpus.metadata
     # Time stamps stand for the content: hashing all tokens would cost as much as looking at them.
-    file = Path(str(getattr(tokens.tokens, "filename", tokens.prefix)))
-    stamp = file.stat().st_mtime_ns
+    stamp = tokens.path.stat().st_mtime_ns
     if "max_id" in facts and facts.get("tokens") == len(tokens.tokens):
         if stamp <= metadata_path(tokens.prefix).stat().st_mtime_ns:  # else the tokens were changed since
             return 0, facts["max_id"]
-    what = {"id_range": str(file.resolve()), "tokens": len(tokens.tokens), "stamp": stamp}
+    what = {"id_range": str(tokens.path.resolve()), "tokens": len(tokens.tokens), "stamp": stamp}
     low, high = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens), np.int64)})["range"]
     return int(low), int(high)
 
