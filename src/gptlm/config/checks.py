@@ -1,6 +1,6 @@
 """What can be wrong with a run, said before anything heavy is imported or read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gptlm.config.parser import Parsed
 from gptlm.config.shapes import ModelSource
@@ -34,7 +34,7 @@ NOT_NEGATIVE = (
 def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printing: bool) -> list[str]:
     """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes."""
     problems = [*_numbers(parsed), *_training(parsed), *_parallel(parsed, dims), *_files(parsed, source, printing)]
-    _oddities(parsed, dims, lambda line: parsed.notes.append(line) if line not in parsed.notes else None)
+    _oddities(parsed, dims)
     return problems
 
 
@@ -182,7 +182,7 @@ def _files(parsed: Parsed, source: ModelSource, printing: bool) -> Iterator[str]
         if not values[name]:
             line = f"--{name} is missing: {what}"
             if printing:
-                parsed.notes.append(line)
+                parsed.note(line)
             else:
                 yield line
     if values["continue_training"] and source.weights is None:
@@ -193,8 +193,8 @@ def _files(parsed: Parsed, source: ModelSource, printing: bool) -> Iterator[str]
         )
 
 
-def _oddities(parsed: Parsed, dims: ParallelDims, note: Callable[[str], None]) -> None:
-    values = parsed.values
+def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
+    values, note = parsed.values, parsed.note
     if values["sharding"] and dims.data == 1 and "offload" not in values["sharding"]:
         note(f"--sharding {values['sharding']} has no effect: there is one replica, nothing to share")
     elif values["sharding"] and values["sharding_parallel_degree"] == 1 and dims.data > 1:

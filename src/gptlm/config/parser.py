@@ -51,11 +51,25 @@ class Vocabulary:
 
 @dataclass
 class Parsed:
-    """Values by flag, where each came from ("default", the word as typed, a file), and lines for the log."""
+    """Values by flag, where each came from ("default", the word as typed, a file), and lines for the log.
+
+    `words` holds, for each flag that was given, the known word that gave it, which may be a foreign one.
+    """
 
     values: dict[str, Any]
     sources: dict[str, str]
     notes: list[str]
+    words: dict[str, str] = field(default_factory=dict)
+
+    def set(self, name: str, value: Any, source: str) -> None:
+        """Fill in what follows from other flags."""
+        self.values[name] = value
+        self.sources[name] = source
+
+    def note(self, line: str) -> None:
+        """Add a line for the log, once."""
+        if line not in self.notes:
+            self.notes.append(line)
 
 
 @dataclass(frozen=True)
@@ -153,9 +167,10 @@ def _canonical(name: str) -> str:
 
 
 def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]], parsed: Parsed) -> None:
-    name, negated = _resolve(word, vocabulary, flags, parsed)
+    known, negated = _resolve(word, vocabulary, flags, parsed)
+    name = vocabulary.renamed.get(known, known)
     if name in vocabulary.ignored:
-        _note(parsed, f"{word.place} has no effect here: {vocabulary.ignored[name]}")
+        parsed.note(f"{word.place} has no effect here: {vocabulary.ignored[name]}")
         return
     if name in vocabulary.refused:
         off, reason = vocabulary.refused[name]
@@ -164,8 +179,9 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
             raise UsageError(f"{word.place} {asked}: {reason}")
         return
     f, kind = flags[name]
-    parsed.values[name] = (not _cast_bool(word)) if negated else _cast(word, f, kind)
-    parsed.sources[name] = word.place.split(": ")[0]
+    value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
+    parsed.set(name, value, word.place.split(": ")[0])
+    parsed.words[name] = known
 
 
 def _resolve(
@@ -186,19 +202,14 @@ def _resolve(
         if len(meant) > 1:
             raise UsageError(f"{word.place} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")
         name = matches[0]
-        _note(parsed, f"{word.place} is taken as --{name}")
-    return vocabulary.renamed.get(name, name), False
+        parsed.note(f"{word.place} is taken as --{name}")
+    return name, False
 
 
 def _unknown(word: Word, known: set[str]) -> str:
     near = difflib.get_close_matches(word.name, sorted(known), n=1)
     hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
     return f"{word.place} is unknown{hint}"
-
-
-def _note(parsed: Parsed, line: str) -> None:
-    if line not in parsed.notes:
-        parsed.notes.append(line)
 
 
 def _cast(word: Word, f: Field, kind: Any) -> Any:

@@ -132,13 +132,13 @@ def with_epochs_counted(run: PretrainRun, steps_per_epoch: int) -> PretrainRun:
     parsed = Parsed(values, dict(run.sources), [])
     if values["max_steps"] < 1:
         steps = max(1, int(values["num_train_epochs"] * steps_per_epoch))
-        _set(parsed, "max_steps", steps, f"derived: {values['num_train_epochs']:g} x {steps_per_epoch} steps per epoch")
+        parsed.set("max_steps", steps, f"derived: {values['num_train_epochs']:g} x {steps_per_epoch} steps per epoch")
     if values["evaluation_strategy"] == "epoch":
-        _set(parsed, "evaluation_strategy", "steps", "derived: epoch")
-        _set(parsed, "eval_steps", steps_per_epoch, "derived: steps per epoch")
+        parsed.set("evaluation_strategy", "steps", "derived: epoch")
+        parsed.set("eval_steps", steps_per_epoch, "derived: steps per epoch")
     if values["save_strategy"] == "epoch":
-        _set(parsed, "save_strategy", "steps", "derived: epoch")
-        _set(parsed, "save_steps", steps_per_epoch, "derived: steps per epoch")
+        parsed.set("save_strategy", "steps", "derived: epoch")
+        parsed.set("save_steps", steps_per_epoch, "derived: steps per epoch")
     resolve_schedule(parsed)
     training = build(TrainingArguments, parsed.values)
     return replace(run, training=training, sources=parsed.sources, notes=run.notes + tuple(parsed.notes))
@@ -151,20 +151,20 @@ def resolve_schedule(parsed: Parsed) -> None:
     if steps < 1:
         return
     if values["decay_steps"] is None:
-        _set(parsed, "decay_steps", steps, "derived: max_steps")
+        parsed.set("decay_steps", steps, "derived: max_steps")
     if values["warmup_steps"] > 0:
         for name in ("warmup_ratio", "warmup_fraction"):
             if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
-                _note(parsed, f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
+                parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
     elif values["warmup_ratio"]:
         source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"
-        _set(parsed, "warmup_steps", values["warmup_ratio"] * steps, source)
+        parsed.set("warmup_steps", values["warmup_ratio"] * steps, source)
     elif values["warmup_fraction"]:
         source = f"derived: warmup_fraction {values['warmup_fraction']:g} x decay_steps {values['decay_steps']:g}"
-        _set(parsed, "warmup_steps", values["warmup_fraction"] * values["decay_steps"], source)
+        parsed.set("warmup_steps", values["warmup_fraction"] * values["decay_steps"], source)
     times = values["minimum_eval_times"]
     if times and values["eval_steps"] and values["eval_steps"] > max(1, steps // times):
-        _set(parsed, "eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
+        parsed.set("eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
 
 
 def _resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
@@ -177,7 +177,7 @@ def _resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: boo
         given = environment.get("WORLD_SIZE", "").strip()
         if given and not given.isdigit():
             raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
-        _set(parsed, "world_size", int(given or 1), "WORLD_SIZE" if given else "default")
+        parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
     if parsed.values["world_size"] < 1:
         raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
 
@@ -186,39 +186,39 @@ def _resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
     values = parsed.values
     for name, degree in (("tensor_parallel_degree", dims.tensor), ("pipeline_parallel_degree", dims.pipeline)):
         if values[name] != degree:
-            _set(parsed, name, degree, "derived: below 1 means 1")
+            parsed.set(name, degree, "derived: below 1 means 1")
     if values["sharding"].lower() in ("true", "1"):
-        _set(parsed, "sharding", "stage1", parsed.sources["sharding"])
+        parsed.set("sharding", "stage1", parsed.sources["sharding"])
     if values["sharding"].lower() in ("false", "0", "none"):
-        _set(parsed, "sharding", "", parsed.sources["sharding"])
+        parsed.set("sharding", "", parsed.sources["sharding"])
     if values["sharding"] and dims.data == 1 and values["sharding_parallel_degree"] > 1:
-        _note(parsed, f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect: one replica")
-        _set(parsed, "sharding_parallel_degree", 1, "derived: one data-parallel replica")
+        parsed.note(f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect: one replica")
+        parsed.set("sharding_parallel_degree", 1, "derived: one data-parallel replica")
     if values["sharding_parallel_degree"] < 1:
         degree = dims.data if values["sharding"] else 1
         source = f"derived: {dims.data} data-parallel replicas" if values["sharding"] else "derived: no sharding"
-        _set(parsed, "sharding_parallel_degree", degree, source)
+        parsed.set("sharding_parallel_degree", degree, source)
 
 
 def _resolve_strategies(parsed: Parsed) -> None:
     values = parsed.values
     if values["do_train"] is None:
         only_evaluate = values["do_eval"] or values["do_predict"]
-        _set(parsed, "do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
+        parsed.set("do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
     if values["evaluation_strategy"] in (None, "no") and values["do_eval"] and values["do_train"]:
         if values["evaluation_strategy"] == "no":
-            _note(parsed, "--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
-        _set(parsed, "evaluation_strategy", "steps", "derived: do_eval")
+            parsed.note("--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
+        parsed.set("evaluation_strategy", "steps", "derived: do_eval")
     if values["evaluation_strategy"] is None:
-        _set(parsed, "evaluation_strategy", "no", "derived: no do_eval")
+        parsed.set("evaluation_strategy", "no", "derived: no do_eval")
     if values["evaluation_strategy"] != "no" and not values["do_eval"]:
-        _set(parsed, "do_eval", True, "derived: evaluation_strategy")
+        parsed.set("do_eval", True, "derived: evaluation_strategy")
     if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
-        _set(parsed, "eval_steps", values["logging_steps"], "derived: logging_steps")
+        parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
     if values["disable_tqdm"] is None:
         parsed.values["disable_tqdm"] = False
     if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
-        _set(parsed, "metric_for_best_model", "loss", "derived: load_best_model_at_end")
+        parsed.set("metric_for_best_model", "loss", "derived: load_best_model_at_end")
 
 
 def _resolve_weights(parsed: Parsed) -> None:
@@ -232,19 +232,9 @@ def _resolve_weights(parsed: Parsed) -> None:
             f"evaluation without training needs weights: add --continue_training to use those of "
             f"{values['model_name_or_path']}, or leave the model out and give the output_dir of a finished run"
         )
-    _set(parsed, "model_name_or_path", values["output_dir"], "derived: the model in output_dir")
-    _set(parsed, "continue_training", True, "derived: the model in output_dir")
+    parsed.set("model_name_or_path", values["output_dir"], "derived: the model in output_dir")
+    parsed.set("continue_training", True, "derived: the model in output_dir")
 
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
-def _note(parsed: Parsed, line: str) -> None:
-    if line not in parsed.notes:
-        parsed.notes.append(line)
-
-
-def _set(parsed: Parsed, name: str, value: Any, source: str) -> None:
-    parsed.values[name] = value
-    parsed.sources[name] = source

@@ -88,14 +88,14 @@ def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
         given = values[name]
         if given is None:
             value = base.get(name) if source.shape else 4 * values["hidden_size"]
-            _derive(parsed, name, value, source.origin if source.shape else "derived: 4 x hidden_size")
+            parsed.set(name, value, source.origin if source.shape else "derived: 4 x hidden_size")
         elif continuing and given != base.get(name):
             raise UsageError(
                 f"--{name} {given} contradicts the weights of {values['model_name_or_path']} ({base.get(name)}); "
                 "leave it out, or train from random weights with --continue_training 0"
             )
     if parsed.sources["intermediate_size"] == source.origin and values["hidden_size"] != base.get("hidden_size"):
-        _derive(parsed, "intermediate_size", 4 * values["hidden_size"], "derived: 4 x hidden_size")
+        parsed.set("intermediate_size", 4 * values["hidden_size"], "derived: 4 x hidden_size")
     _resolve_vocabulary(parsed, source, base.get("vocab_size"))
     _resolve_positions(parsed, source, base.get("max_position_embeddings"))
     shape = Shape(**{name: values[name] for name in (*SIZES, "vocab_size", "max_position_embeddings")})
@@ -119,23 +119,23 @@ def _resolve_vocabulary(parsed: Parsed, source: ModelSource, base: int | None) -
         return
     entries = _tokenizer_entries(parsed)
     if continuing and base is not None:
-        _derive(parsed, "vocab_size", base, source.origin)
+        parsed.set("vocab_size", base, source.origin)
     elif entries is None:
         value = base if base is not None else _rounded(GPT2_VOCABULARY)
-        _derive(parsed, "vocab_size", value, source.origin if base else "derived: GPT-2's 50257 rounded up to 128")
+        parsed.set("vocab_size", value, source.origin if base else "derived: GPT-2's 50257 rounded up to 128")
     elif base is not None and base >= _rounded(entries):
-        _derive(parsed, "vocab_size", base, source.origin)
+        parsed.set("vocab_size", base, source.origin)
     else:
-        _derive(parsed, "vocab_size", _rounded(entries), f"derived: tokenizer's {entries} rounded up to 128")
+        parsed.set("vocab_size", _rounded(entries), f"derived: tokenizer's {entries} rounded up to 128")
 
 
 def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) -> None:
     given, length = parsed.values["max_position_embeddings"], parsed.values["max_seq_length"]
     if given is None:
         if base is None or (base < length and not parsed.values["continue_training"]):
-            _derive(parsed, "max_position_embeddings", length, "derived: max_seq_length")
+            parsed.set("max_position_embeddings", length, "derived: max_seq_length")
         else:
-            _derive(parsed, "max_position_embeddings", base, source.origin)
+            parsed.set("max_position_embeddings", base, source.origin)
     elif parsed.values["continue_training"] and given != base:
         raise UsageError(f"--max_position_embeddings {given} contradicts the weights ({base}); leave it out")
     positions = parsed.values["max_position_embeddings"]
@@ -169,8 +169,3 @@ def _tokenizer_entries(parsed: Parsed) -> int | None:
 
 def _rounded(entries: int) -> int:
     return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
-
-
-def _derive(parsed: Parsed, name: str, value: int | None, source: str) -> None:
-    parsed.values[name] = value
-    parsed.sources[name] = source

@@ -132,7 +132,7 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
     if not values["json_keys"] or len(set(values["json_keys"])) < len(values["json_keys"]):
         problems.append(f"--json_keys {' '.join(values['json_keys'])}: expected one or more different keys")
     problems += _tokenizer_problems(parsed)
-    megatron = parsed.sources["input_path"] == "--input"
+    megatron = parsed.words.get("input_path") == "input"
     if not megatron and len(values["json_keys"]) > 1:
         problems.append("several --json_keys give several corpora, whose names are Megatron's: use --input")
     if problems:

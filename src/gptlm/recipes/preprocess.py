@@ -115,7 +115,7 @@ def _encode(
 
 
 class _Bar:
-    """A progress bar on a terminal, Megatron's progress lines elsewhere; both on stderr."""
+    """A progress bar on a terminal (stderr), Megatron's progress lines in the log elsewhere."""
 
     def __init__(self, size: int, log_interval: int):
         self.log_interval = log_interval
