@@ -7,6 +7,7 @@ import torch
 
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import UsageError
+from gptlm.model.documents import Documents, document_attention
 from gptlm.recipes.pretrain import pretrain
 
 pytestmark = [
@@ -45,3 +46,27 @@ def test_precisions_agree(losses):
 def test_o2_is_refused_by_name(losses):
     with pytest.raises(UsageError, match="O2"):
         losses("o2", "--bf16", "--fp16_opt_level", "O2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_document_attention_is_that_of_each_document(dtype):
+    """The variable-length kernels give values and gradients of plain attention, document by document."""
+    torch.manual_seed(0)
+    documents = Documents(torch.tensor([0, 1, 40, 64, 128, 200, 256]), 72)
+    leaves = [torch.randn(2, 4, 128, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)]
+    ours = document_attention(*leaves, Documents(documents.offsets.cuda(), 72), 0.0)
+    grads = torch.autograd.grad(ours.float().square().sum(), leaves)
+    plain = [leaf.detach().cpu().float().requires_grad_() for leaf in leaves]
+    wanted = document_attention(*plain, documents, 0.0)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(ours.cpu().float(), wanted, rtol=0, atol=tolerance)
+    for mine, other in zip(grads, torch.autograd.grad(wanted.square().sum(), plain)):
+        torch.testing.assert_close(mine.cpu().float(), other, rtol=0, atol=10 * tolerance)
+    assert document_attention(*leaves, Documents(documents.offsets.cuda(), 72), 0.5).isfinite().all()
+
+
+@pytest.mark.parametrize("flag", [(), ("--bf16",)])
+def test_document_masking_agrees_with_the_cpu(losses, flag):
+    words = ("--document_masking", "attention", "--eod_mask_loss")
+    wanted = [entry["loss"] for entry in losses("cpu", *words, "--device", "cpu")]
+    assert [entry["loss"] for entry in losses("gpu", *words, *flag)] == pytest.approx(wanted, abs=2e-2)

@@ -125,7 +125,7 @@ def test_masked_labels_count_only_what_is_left(train, tiny_model, corpus_folder,
         targets = torch.where(batch["labels"] < 250, -100, batch["labels"])
         return {**batch, "labels": targets, "shift_labels": targets}
 
-    monkeypatch.setattr("gptlm.recipes.pretrain.collate_blocks", masking)
+    monkeypatch.setattr("gptlm.recipes.pretrain.collator", lambda run: masking)
     _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
     wanted, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2, masked=250)
     assert losses(history) == pytest.approx(wanted, abs=2e-5)

@@ -8,6 +8,7 @@ purpose: `do_train` (on when no `do_*` flag is given), `eval_iters` (a flag here
 from dataclasses import dataclass, field
 from typing import Any
 
+from gptlm.data.blocks import DOCUMENT_MASKINGS
 from gptlm.data.order import DATA_ORDERS
 
 
@@ -58,6 +59,12 @@ class DataArguments:
     data_cache: str | None = arg(None, "folder for the sample index; unset: index-cache beside the data")
     share_folder: bool = arg(False, "all nodes see one file system: build the sample index once, not once per node")
     data_order: str = arg("paddlenlp", "whose sample order to reproduce", choices=DATA_ORDERS)
+    document_masking: str = arg(
+        "none",
+        "position: positions restart with each document; attention: and it attends to no other document",
+        choices=DOCUMENT_MASKINGS,
+    )
+    eod_mask_loss: bool = arg(False, "do not train on the first token of a document, which nothing foretells")
     eval_iters: int = arg(10, "batches per evaluation, always the same ones; the final test takes ten times as many")
     max_evaluate_steps: int = arg(-1, "upper limit of batches per evaluation; -1: none")
 

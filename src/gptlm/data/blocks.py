@@ -1,9 +1,13 @@
 """Fixed-length training samples over a corpus."""
 
+from typing import Any
+
 import numpy as np
 
 from gptlm.data.indexed import IndexedTokens
 from gptlm.data.order import SampleOrder
+
+DOCUMENT_MASKINGS = ("none", "position", "attention")
 
 
 class BlockDataset:
@@ -20,7 +24,7 @@ class BlockDataset:
         return len(self.order.shuffle)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return np.concatenate([ids for _, _, ids in self.pieces(i)], dtype=np.int64)
+        return join(self.pieces(i))
 
     def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
         """Sample i as views: (sequence, offset of its first token in the sequence, ids) of each document in it."""
@@ -33,3 +37,22 @@ class BlockDataset:
         document, offset, _ = found[-1]
         found[-1] = (document, offset, self.tokens.get(document, offset, end - offset + 1))
         return found
+
+
+class BlocksWithDocuments:
+    """`dataset[i]` is sample i of `dataset` and the lengths (in tokens, summing to seq_length + 1) of its documents."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, list[int]]:
+        pieces = self.dataset.pieces(i)
+        return join(pieces), [len(ids) for _, _, ids in pieces if len(ids)]
+
+
+def join(pieces: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
+    """The ids of `pieces` end to end, int64."""
+    return np.concatenate([ids for _, _, ids in pieces], dtype=np.int64)

@@ -23,6 +23,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from gptlm.model.documents import Documents, document_attention
 from gptlm.model.loss import linear_cross_entropy
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -48,20 +49,18 @@ class Attention(nn.Module):
         # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """(B, T, D) -> (B, T, D). `mask` None means plain causal attention over T tokens."""
+    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+        """(B, T, D) -> (B, T, D). `mask` None means causal attention over T tokens, or inside `documents`."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and q.shape[2] > 1,
-        )
+        dropout = self.dropout if self.training else 0.0
+        if documents is not None:
+            out = document_attention(q, k, v, documents, dropout)
+        else:
+            causal = mask is None and q.shape[2] > 1
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -89,8 +88,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask, cache)
+    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, cache, documents)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -146,8 +145,11 @@ class GPTModel(GPTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool = False,
+        documents: Documents | None = None,
     ) -> BaseModelOutputWithPast:
-        """Args: `attention_mask` (B, past + T) is 1 on tokens and 0 on padding; `position_ids` (B, T)."""
+        """Args: `attention_mask` (B, past + T) is 1 on tokens and 0 on padding; `position_ids` (B, T); `documents`
+        limits attention to each of them and goes without `attention_mask` and `cache`."""
+        assert documents is None or (attention_mask is None and cache is None and not use_cache)
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -158,9 +160,9 @@ class GPTModel(GPTPreTrainedModel):
         x = self.drop(x + self.wpe(position_ids))
         for block in self.h:
             if self.recompute and self.training:
-                x = checkpoint(block, x, mask, None, use_reentrant=False)
+                x = checkpoint(block, x, mask, None, documents, use_reentrant=False)
             else:
-                x = block(x, mask, cache)
+                x = block(x, mask, cache, documents)
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=cache if use_cache else None)
 
     def _mask(self, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> Tensor | None:
@@ -206,6 +208,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         logits_to_keep: int | None = None,
         cache: Cache | None = None,
         use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Loss for training, logits for everything else.
@@ -215,6 +219,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             shift_labels: (B, T) the target of each position, used as they are; they win over `labels`.
             num_items_in_batch: divisor of the summed loss; None means the number of targets in this batch.
             logits_to_keep: logits of the last n positions (0 = all). Unset, there are none when a loss is asked for.
+            cu_seqlens: (n + 1,) int64, where documents begin in the batch laid end to end, and B x T: attention stays
+                inside each. `max_seqlen` is the longest one.
 
         Returns:
             loss: float32 scalar or None; logits: (B, n, V) or None.
@@ -226,6 +232,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             cache=cache,
             use_cache=use_cache,
+            documents=None if cu_seqlens is None else Documents(cu_seqlens, max_seqlen),
         )
         hidden = out.last_hidden_state
         loss = None

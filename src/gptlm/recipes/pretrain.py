@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import PretrainRun, with_epochs_counted
-from gptlm.data.collate import collate_blocks
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import UsageError
 from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
@@ -19,10 +18,12 @@ from gptlm.recipes.pretrain_data import (
     TEST_FACTOR,
     Datasets,
     build_datasets,
+    collator,
     order_facts,
     sample_counts,
     say_blend,
     say_data,
+    served,
     steps_per_epoch,
     window,
 )
@@ -96,9 +97,9 @@ def _trainer(
     return PretrainTrainer(
         model=make_model(run, tokenizer),
         args=arguments,
-        train_dataset=datasets["train"],
+        train_dataset=served(run, datasets["train"]),
         eval_dataset=window(run, datasets["valid"], run.eval_batches),
-        data_collator=collate_blocks,
+        data_collator=collator(run),
         processing_class=tokenizer,
         callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
         schedule=_schedule(run),

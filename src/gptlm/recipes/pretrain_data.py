@@ -1,6 +1,7 @@
 """The data of a pretraining run: how many samples, checked datasets, what fixes their order."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import PretrainRun
 from gptlm.data.blend import BlendedDataset
+from gptlm.data.blocks import BlocksWithDocuments
 from gptlm.data.cache import IndexCache, content_hash
+from gptlm.data.collate import DocumentCollator, collate_blocks
 from gptlm.data.splits import (
     SPLITS,
     Corpus,
@@ -97,7 +100,24 @@ def window(run: PretrainRun, dataset: PretrainingDataset | None, batches: int) -
     if dataset is None:
         return None
     size = run.training.per_device_eval_batch_size * run.dims.data
-    return Subset(dataset, range(min(batches, len(dataset) // size) * size))  # type: ignore[arg-type]
+    samples: Any = served(run, dataset)
+    return Subset(samples, range(min(batches, len(dataset) // size) * size))
+
+
+def served(run: PretrainRun, dataset: PretrainingDataset | None) -> PretrainingDataset | BlocksWithDocuments | None:
+    """What the loader reads: blocks, with the lengths of their documents where the batch needs them."""
+    return BlocksWithDocuments(dataset) if dataset is not None and _needs_documents(run) else dataset
+
+
+def collator(run: PretrainRun) -> Callable[[list], dict[str, Any]]:
+    """What makes a batch of `served` samples."""
+    return (
+        DocumentCollator(run.data.document_masking, run.data.eod_mask_loss) if _needs_documents(run) else collate_blocks
+    )
+
+
+def _needs_documents(run: PretrainRun) -> bool:
+    return run.data.document_masking != "none" or run.data.eod_mask_loss
 
 
 def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[str, Any]:

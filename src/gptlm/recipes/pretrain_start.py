@@ -92,7 +92,10 @@ def settings(run: PretrainRun) -> dict[str, Any]:
     training = run.training
     names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
     more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
+    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
+    return (
+        {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total} | masking
+    )
 
 
 def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:

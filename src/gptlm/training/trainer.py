@@ -2,6 +2,7 @@
 
 Overridden, and why:
     get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
+    prediction_step                             the mean over all targets, not of the batches' means
     create_scheduler                            our schedules
     log                                         PaddleNLP's fields
     _init_training_state                        a resumed run obeys the new command's intervals
@@ -29,6 +30,7 @@ from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
 from gptlm.training import checkpoint
 from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, ProgressBar
+from gptlm.training.evaluation import loss_sum, mean_loss
 from gptlm.training.logging import Throughput, log_line, train_fields
 from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
@@ -68,6 +70,7 @@ class PretrainTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.compute_metrics = mean_loss
         self.schedule = schedule
         self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
         self.loss_sum = loss_sum
@@ -139,6 +142,10 @@ class PretrainTrainer(Trainer):
             # its own generator: else the loader draws from the global one and shifts dropout after a resume
             generator=torch.Generator().manual_seed(self.args.seed),
         )
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with self.compute_loss_context_manager():
+            return None, *loss_sum(model, self._prepare_inputs(inputs))
 
     # Schedule and state -----------------------------------------------------------------------------------------
 
