@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -142,9 +143,83 @@ def test_parquet(tmp_path):
     assert list(read_texts(str(tmp_path / "a.parquet"))) == texts
     batches = list(read_batches(list_files(str(tmp_path))))
     assert sum(batch.read for batch in batches) == (tmp_path / "a.parquet").stat().st_size
-    with pytest.raises(GptlmError, match=r"a.parquet, document 1: no text under 'title'"):
+    with pytest.raises(GptlmError, match=r"a.parquet: no column 'title', only \['id', 'text'\]"):
         list(read_texts(str(tmp_path / "a.parquet"), "title"))
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
     with pytest.raises(GptlmError, match="cannot read .*b.parquet.*is the file whole"):
         list(read_texts(str(tmp_path / "b.parquet")))
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    from datasets import Dataset
+
+    texts = [f"row {i} 今天" for i in range(1300)]
+    Dataset.from_dict({"id": list(range(1300)), "text": texts}).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved", texts
+
+
+def test_datasets_on_disk(dataset, tmp_path):
+    folder, texts = dataset
+    assert list(read_texts(str(folder))) == texts
+    assert list_files(str(tmp_path / "sav*")) == [folder]
+    with pytest.raises(GptlmError, match=r"no column 'title', only \['id', 'text'\]"):
+        list(read_texts(str(folder), "title"))
+    next(folder.glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(GptlmError, match="cannot read .*saved"):
+        list(read_texts(str(folder)))
+
+
+def test_a_dataset_with_several_splits_asks_for_one(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in ("train", "test")}).save_to_disk(tmp_path / "d")
+    with pytest.raises(GptlmError, match=f"splits test, train; give one: {tmp_path}/d/test"):
+        list_files(str(tmp_path / "d"))
+    assert list(read_texts(str(tmp_path / "d" / "train"))) == ["train"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+def test_shards_in_order_are_the_whole_input(tmp_path, dataset, parts):
+    """Every document lies in exactly one shard, whatever the formats, the line lengths and the number of shards."""
+    rng = np.random.RandomState(0)
+    lines = [json.dumps({"text": f"{i} " + "x" * rng.randint(0, 400)}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())  # no last newline
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\r\n".join(lines[:50]).encode()))
+    (tmp_path / "c.json").write_text(json.dumps([{"text": "array"}, {"text": "too"}]))
+    (tmp_path / "d.json").write_text("\n\n".join(lines[:30]) + "\n")
+    (tmp_path / "e.txt").write_text("one\n\ntwo\nlines\n\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    files = [*list_files(str(tmp_path / "*.*")), dataset[0]]
+    assert len(files) == 7
+
+    def texts(shard):
+        batches = list(read_batches(files, shard=shard))
+        return [text for batch in batches for (text,) in texts_of(batch, ["text"])]
+
+    found = [texts((part, parts)) for part in range(1, parts + 1)]
+    assert [text for part in found for text in part] == texts((1, 1))
+    assert sum(map(len, found)) == 200 + 50 + 2 + 30 + 2 + 1300
+
+
+def test_a_bad_line_of_a_later_shard_has_its_own_number(tmp_path):
+    lines = [json.dumps({"text": f"{i}"}) for i in range(100)]
+    lines[77] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(GptlmError, match="a.jsonl, line 78: broken JSON"):
+        for batch in read_batches([tmp_path / "a.jsonl"], shard=(2, 2)):
+            texts_of(batch, ["text"])
+
+
+def test_lines_of_a_text_file_are_shared_out(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(99)))
+    found = [read_batches([tmp_path / "a.txt"], "line", shard=(part, 4)) for part in (1, 2, 3, 4)]
+    counts = [sum(len(batch.records) for batch in batches) for batches in found]
+    assert sum(counts) == 99 and min(counts) > 20
+
+
+def test_an_array_of_strings_is_no_array_of_documents(tmp_path):
+    (tmp_path / "a.json").write_text('["{}", "b"]')
+    with pytest.raises(GptlmError, match=r"a.json, document 1: str instead of an object"):
+        list(read_texts(str(tmp_path / "a.json")))

@@ -1,16 +1,24 @@
 """Encoding: ids, end-of-text, order, and equality with the original tools' files."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
+from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 from gptlm.data.corpus import list_files, read_batches
+from gptlm.data.encoder import TextEncoder
 from gptlm.data.indexed import open_tokens
 from gptlm.data.preprocess import EncodeSettings, write_corpus
+from gptlm.data.sentences import sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
+from tests.conftest import ROOT, run_script
 
 TEXTS = [f"document {i} says {'word ' * (i % 7)}" for i in range(300)] + ["", "   ", f"before {EOS} after"]
 
@@ -25,8 +33,8 @@ def corpus(tmp_path, tokenizer):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
 
-    def encode(name, *, workers=1, eos=None, strip=True, allow=False, limit=None):
-        settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), eos, strip, allow)
+    def encode(name, *, workers=1, eos=None, strip=True, allow=False, limit=None, **more):
+        settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), eos, strip, allow, **more)
         writer = IndexedTokensWriter(str(tmp_path / name), len(tokenizer))
         batches = read_batches(list_files(str(tmp_path / "t.jsonl")))
         progress = write_corpus(batches, settings, [writer], workers=workers, max_documents=limit)
@@ -100,11 +108,11 @@ def test_bytes_equal_megatron_s_own_files(shared, tmp_path, name, eos, layout):
 
 
 def test_memory_is_flat(tmp_path, tokenizer):
-    """200,000 documents in flight would be 100 MB and more; the writer keeps 12 bytes of each."""
+    """60,000 documents in flight would be 30 MB and more; the writer keeps 12 bytes of each."""
     import tracemalloc
 
     tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
-    (tmp_path / "t.jsonl").write_text('{"text": "document says word"}\n' * 200_000)
+    (tmp_path / "t.jsonl").write_text('{"text": "document says word"}\n' * 60_000)
     writer = IndexedTokensWriter(str(tmp_path / "a"), len(tokenizer))
     settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), 0, True, False)
     tracemalloc.start()
@@ -112,4 +120,147 @@ def test_memory_is_flat(tmp_path, tokenizer):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     writer.abandon()
-    assert len(writer.sizes) == 200_000 and np.prod(peak) < 30e6
+    assert len(writer.sizes) == 60_000 and peak < 12e6
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("eos", [None, 0])
+def test_gigatoken_writes_the_same_bytes(corpus, tmp_path, allow, eos):
+    corpus("slow", eos=eos, allow=allow)
+    corpus("fast", eos=eos, allow=allow, backend="gigatoken", workers=2)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"slow{suffix}").read_bytes() == (tmp_path / f"fast{suffix}").read_bytes()
+
+
+def test_gigatoken_gives_gpt2_s_ids_on_odd_text(shared, tmp_path):
+    """Random characters of every plane, contractions, white space of all kinds, digits of other scripts."""
+    vocabulary = shared / "data" / "gpt2-tokenizer"
+    tokenizer = load_gpt2_files(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
+    rng = np.random.RandomState(0)
+    pieces = [
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "'s",
+        "'LL",
+        "word",
+        "1234",
+        "٣",
+        "é",
+        "e\u0301",
+        EOS,
+        "...",
+        "中文",
+        "\u3000",
+    ]
+    texts = ["".join(rng.choice(pieces, rng.randint(40))) for _ in range(2000)]
+    characters = np.delete(np.arange(0x110000), np.arange(0xD800, 0xE000))
+    texts += ["".join(map(chr, rng.choice(characters, rng.randint(40)))) for _ in range(2000)]
+    slow, fast = (TextEncoder(str(tmp_path / "tok.json"), backend) for backend in ("tokenizers", "gigatoken"))
+    for mine, wanted in zip(fast(texts), slow(texts)):
+        assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted)
+
+
+def test_other_ids_are_noticed(tokenizer, tmp_path):
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
+    encoder = TextEncoder(str(tmp_path / "tok.json"), "gigatoken")
+    encoder.tokenizer = train_tokenizer(["something else altogether"] * 9, 270).backend_tokenizer
+    with pytest.raises(GptlmError, match="other ids"):
+        encoder(["word word"])
+
+
+PROSE = (
+    "Dr. Smith went home. He was tired, i.e. he slept!  Was it late? Yes.\n\nA new paragraph begins. It ends here.",
+    "One sentence only",
+    "   ",
+    "Mr. Brown met Dr. Smith at 5 p.m. in St. Louis. They talked.\n",
+)
+
+
+@pytest.fixture
+def punkt(tmp_path, monkeypatch):
+    """nltk's English data as a folder of its own, trained on a little prose; nothing is downloaded."""
+    import nltk
+    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
+
+    trainer = PunktTrainer("\n".join(PROSE) * 50)
+    folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk_data")])  # nltk writes and reads nowhere else
+    save_punkt_params(trainer.get_params(), str(folder))
+    return PunktSentenceTokenizer(trainer.get_params())
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+@pytest.mark.parametrize("level", ["document", "sentence"])
+@pytest.mark.parametrize("language", ["english", "lines"])
+def test_sentences(corpus, tmp_path, tokenizer, punkt, keep_newlines, level, language):
+    """Each sentence is encoded by itself, end-of-text follows a document's last one, documents keep their marks."""
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PROSE))
+    progress, tokens = corpus("s", eos=0, strip=False, sentences=language, keep_newlines=keep_newlines, level=level)
+    documents = []
+    for text in PROSE:
+        cut = text.splitlines(keep_newlines) if language == "lines" else punkt.tokenize(text)
+        if language == "english" and keep_newlines and cut:
+            begins = [0, *(start for start, _ in list(punkt.span_tokenize(text))[1:]), len(text)]
+            cut = [text[a:b] for a, b in zip(begins, begins[1:])]
+        encoded = [ids for ids in (tokenizer(part)["input_ids"] for part in cut) if ids]
+        if encoded:
+            encoded[-1].append(0)
+            documents.append(encoded)
+    assert progress.documents == 4 and progress.empty == 4 - len(documents)
+    if level == "document":
+        assert [tokens.get(i).tolist() for i in range(len(tokens))] == [sum(d, []) for d in documents]
+        assert tokens.document_starts.tolist() == list(range(len(documents) + 1))
+    else:
+        assert [tokens.get(i).tolist() for i in range(len(tokens))] == [s for d in documents for s in d]
+        assert tokens.document_starts.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
+    if keep_newlines and level == "document":
+        assert tokenizer.decode(tokens.get(0)[:-1]) == PROSE[0]
+
+
+def test_missing_sentence_data_says_where_to_get_it(tmp_path, monkeypatch):
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    with pytest.raises(GptlmError, match="no data for 'english'; python -m nltk.downloader punkt_tab"):
+        sentence_splitter("english", False)
+
+
+def test_a_document_of_40_megabytes(corpus, tmp_path, tokenizer):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "word document says " * 2_100_000}) + "\n")
+    progress, tokens = corpus("long", backend="gigatoken")
+    once = tokenizer("word document says word document says")["input_ids"]
+    again = len(once) - len(tokenizer("word document says")["input_ids"])
+    assert progress.read > 39e6 and len(tokens) == 1
+    assert len(tokens.get(0)) == len(once) + again * (2_100_000 - 2)
+    assert tokens.get(0)[: len(once)].tolist() == once
+
+
+def test_workers_end_with_their_parent(tmp_path, tokenizer):
+    """A killed run leaves no process and nothing that looks like token files; the same command then does it all."""
+    tokenizer.save_pretrained(tmp_path / "tok")
+    (tmp_path / "t.jsonl").write_text('{"text": "document says word"}\n' * 100_000)
+    words = ["--input_path", tmp_path / "t.jsonl", "--model_name_or_path", tmp_path / "tok", "--workers", 2]
+    words += ["--output_prefix", tmp_path / "d" / "c"]
+    command = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *map(str, words)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    temporary = tmp_path / "d" / "c.bin.incomplete"
+    deadline = time.monotonic() + 60
+    while not (temporary.exists() and temporary.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    assert process.wait() < 0 and len(family) >= 2
+    gone, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["c.bin.incomplete"]
+    with pytest.raises(GptlmError, match="does not exist|no token files|not found"):
+        open_tokens(str(tmp_path / "d" / "c"))
+    result = run_script("preprocess_data", *words)
+    assert result.returncode == 0, result.stderr
+    assert len(open_tokens(str(tmp_path / "d" / "c"))) == 100_000
+    assert not list((tmp_path / "d").glob("*.incomplete"))

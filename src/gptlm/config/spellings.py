@@ -154,22 +154,14 @@ PREPROCESS_IGNORED = {
     "chunk_size": "batches are cut by bytes",
     "partitions": "the input is read as one stream, in order",
     "keep_sequential_samples": "documents always keep their order",
-    "keep_newlines": "documents are not split into sentences",
-    "lang": "documents are not split into sentences",
     "tensor_model_parallel_size": "the vocabulary is padded when the model is made",
     "make_vocab_size_divisible_by": "the vocabulary is padded when the model is made",
     "max_repeated_len": "texts are kept as they are",
     "cn_seg_func": "word segmentation serves ERNIE and BERT, not GPT",
     "cn_splited": "word segmentation serves ERNIE and BERT, not GPT",
     "cn_split_dimer": "word segmentation serves ERNIE and BERT, not GPT",
-    "chinese": "byte-level BPE encodes every language",
 }
 PREPROCESS_REFUSED = {
-    "split_sentences": (
-        ("", "0", "false", "no"),
-        "splitting documents into sentences is not implemented yet; the originals' GPT training mixes the sentences "
-        "of all documents when it is used, leave it out",
-    ),
     "cn_whole_word_segment": (("", "0", "false", "no"), "whole-word masking serves ERNIE and BERT, not GPT"),
 }
 

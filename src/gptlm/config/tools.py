@@ -10,6 +10,8 @@ from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 
 TXT_SPLITS = ("blank_line", "line", "file")
+TOKENIZER_BACKENDS = ("tokenizers", "gigatoken")
+SEQUENCE_LEVELS = ("document", "sentence")
 DEFAULT_PROMPTS = (
     "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
     "问题：中国的首都是哪里？答案：北京。\n问题：广东的省会是哪个城市? 答案：",
@@ -22,8 +24,8 @@ class PreprocessArguments:
 
     input_path: str | None = arg(
         None,
-        "a file, a folder or a quoted glob of .jsonl, .json, .txt (also .gz, .zst) or .parquet; spelled --input, "
-        "Megatron's conventions hold for names and white space",
+        "a file, a folder or a quoted glob of .jsonl, .json, .txt (also .gz, .zst) or .parquet, or a dataset folder; "
+        "spelled --input, Megatron's conventions hold for names and white space",
     )
     output_prefix: str | None = arg(None, "path of the result without suffix")
     model_name_or_path: str | None = arg(None, "folder or name of the tokenizer (or of a model with one)")
@@ -44,6 +46,21 @@ class PreprocessArguments:
         "mmap (or infer) for .bin/.idx, lazy and cached for .bin/.idx in the older TNTIDX format, npy for "
         "_ids.npy/_idx.npz",
         choices=("mmap", "lazy", "cached", "infer", "npy"),
+    )
+    split_sentences: bool = arg(False, "encode sentence by sentence (nltk's punkt); Megatron's name ends in _sentence")
+    keep_newlines: bool = arg(False, "with split_sentences: a sentence keeps the white space behind it")
+    lang: str = arg("english", "with split_sentences: the language")
+    chinese: bool = arg(False, "with split_sentences: each line is a sentence")
+    sequence_level: str = arg(
+        "document",
+        "what training shuffles as one: sentence is what the originals make of split_sentences",
+        choices=SEQUENCE_LEVELS,
+    )
+    shard: str = arg("1/1", "i/n: encode only the i-th of n parts, for n machines; gptlm data merge joins the results")
+    tokenizer_backend: str = arg(
+        "tokenizers",
+        "gigatoken: the same ids, many times faster (pip install 'gptlm[fast]')",
+        choices=TOKENIZER_BACKENDS,
     )
     append_eos: bool = arg(False, "end every document with the end-of-text id")
     allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
@@ -111,10 +128,11 @@ DEMO = Vocabulary((DemoArguments,))
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """A checked preprocessing command; `megatron` says whose conventions hold."""
+    """A checked preprocessing command; `megatron` says whose conventions hold, `shard` is (i, n)."""
 
     arguments: PreprocessArguments
     megatron: bool
+    shard: tuple[int, int]
     notes: tuple[str, ...]
 
 
@@ -131,13 +149,17 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
         problems.append(f"--max_doc_num {values['max_doc_num']}: expected at least 1")
     if not values["json_keys"] or len(set(values["json_keys"])) < len(values["json_keys"]):
         problems.append(f"--json_keys {' '.join(values['json_keys'])}: expected one or more different keys")
+    shard = _shard(values["shard"])
+    if shard is None:
+        problems.append(f"--shard {values['shard']}: expected i/n with i from 1 to n, like 2/8")
     problems += _tokenizer_problems(parsed)
+    _note_sentences(parsed)
     megatron = parsed.words.get("input_path") == "input"
     if not megatron and len(values["json_keys"]) > 1:
         problems.append("several --json_keys give several corpora, whose names are Megatron's: use --input")
-    if problems:
+    if problems or shard is None:
         raise UsageError("\n".join(problems))
-    return PreprocessJob(build(PreprocessArguments, values), megatron, tuple(parsed.notes))
+    return PreprocessJob(build(PreprocessArguments, values), megatron, shard, tuple(parsed.notes))
 
 
 def parse_tokenizer(argv: Sequence[str]) -> TokenizerArguments:
@@ -185,6 +207,36 @@ def parse_demo(argv: Sequence[str]) -> DemoArguments:
     if parsed.values["max_steps"] < 10:
         raise UsageError(f"--max_steps {parsed.values['max_steps']}: the demo needs at least 10")
     return build(DemoArguments, parsed.values)
+
+
+def _shard(text: str) -> tuple[int, int] | None:
+    part, _, parts = text.partition("/")
+    if not (part.strip().isdigit() and parts.strip().isdigit() and 1 <= int(part) <= int(parts)):
+        return None
+    return int(part), int(parts)
+
+
+def _note_sentences(parsed: Parsed) -> None:
+    """Flags of sentences that do nothing without them, and what the originals make of them."""
+    values = parsed.values
+    if not values["split_sentences"]:
+        for name in ("keep_newlines", "lang", "sequence_level"):
+            if parsed.sources[name] != "default":
+                parsed.note(f"--{name} has no effect: documents are not split into sentences")
+        if values["chinese"]:
+            parsed.note("--chinese has no effect: byte-level BPE encodes every language")
+        values["sequence_level"] = "document"
+    elif values["sequence_level"] == "document":
+        parsed.note(
+            "--split_sentences: text is encoded sentence by sentence and each document stays one sequence; in the "
+            "originals each sentence is a sequence, and GPT training shuffles the sentences of all documents "
+            "(--sequence_level sentence does that)"
+        )
+    else:
+        parsed.note(
+            "--sequence_level sentence: as in the originals each sentence is a sequence, and GPT training shuffles the "
+            "sentences of all documents"
+        )
 
 
 def _tokenizer_problems(parsed: Parsed) -> list[str]:

@@ -6,15 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from gptlm.data.corpus import Batch, good_texts_of, texts_of
+from gptlm.data.corpus import good_texts_of, texts_of
+from gptlm.data.encoder import TextEncoder
+from gptlm.data.readers import Batch
+from gptlm.data.sentences import Splitter, sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
@@ -31,8 +33,12 @@ class EncodeSettings:
         keys: JSON keys to encode, each into its own corpus.
         eos_id: id appended to every document, or None.
         strip: remove white space at both ends of a text (PaddleNLP does, Megatron does not).
-        skip_bad: leave out documents that cannot be read instead of stopping.
         allow_special_tokens: let a text that spells a special token, such as <|endoftext|>, become its id.
+        skip_bad: leave out documents that cannot be read instead of stopping.
+        backend: what encodes, see `TextEncoder`.
+        sentences: encode sentence by sentence: the language, see `sentence_splitter`; None encodes whole documents.
+        keep_newlines: sentences keep the white space behind them.
+        level: what is a sequence of the token files, "document" or "sentence".
     """
 
     tokenizer_file: str
@@ -41,14 +47,32 @@ class EncodeSettings:
     strip: bool
     allow_special_tokens: bool
     skip_bad: bool = False
+    backend: str = "tokenizers"
+    sentences: str | None = None
+    keep_newlines: bool = False
+    level: str = "document"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Encoded texts of some documents; documents without any token are left out.
+
+    Attributes:
+        ids: all sequences back to back, int32.
+        lengths: tokens of each sequence.
+        documents: sequences of each document.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One encoded batch: per key the ids back to back (int32) and the length of each kept document; bad documents."""
+    """One encoded batch: the sequences of each key, documents read and what is wrong with the bad ones, bytes read."""
 
-    ids: tuple[np.ndarray, ...]
-    lengths: tuple[list[int], ...]
+    sequences: tuple[Sequences, ...]
     documents: int
     bad: list[str]
     read: int
@@ -67,19 +91,30 @@ class Progress:
 
 
 def encode(settings: EncodeSettings, batch: Batch) -> Encoded:
-    """Encode one batch; runs in a worker process. Documents without any token are left out."""
-    tokenizer = _tokenizer(settings.tokenizer_file, settings.allow_special_tokens)
+    """Encode one batch; runs in a worker process."""
     documents, bad = good_texts_of(batch, settings.keys) if settings.skip_bad else (texts_of(batch, settings.keys), [])
-    ids, lengths = [], []
+    found = []
     for key in range(len(settings.keys)):
         texts = [texts[key].strip() if settings.strip else texts[key] for texts in documents]
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        kept = [encoding.ids for encoding in encodings if encoding.ids]
-        if settings.eos_id is not None:
-            kept = [document + [settings.eos_id] for document in kept]
-        lengths.append([len(document) for document in kept])
-        ids.append(np.fromiter(chain.from_iterable(kept), np.int32, sum(lengths[-1])))
-    return Encoded(tuple(ids), tuple(lengths), len(documents), bad, batch.read)
+        found.append(_sequences(settings, texts))
+    return Encoded(tuple(found), len(documents), bad, batch.read)
+
+
+def _sequences(settings: EncodeSettings, texts: list[str]) -> Sequences:
+    split = _splitter(settings.sentences, settings.keep_newlines)
+    parts = [split(text) for text in texts]
+    encoder = _encoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
+    ids, lengths = encoder([part for document in parts for part in document])
+    owner = np.repeat(np.arange(len(parts)), [len(document) for document in parts])  # the document of each part
+    owner, lengths = owner[lengths > 0], lengths[lengths > 0]
+    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+    if settings.eos_id is not None and len(owner):
+        lasts = np.append(firsts[1:], len(owner)) - 1
+        ids = np.insert(ids, np.cumsum(lengths)[lasts], settings.eos_id)
+        lengths[lasts] += 1
+    if settings.level == "document" and len(owner):
+        lengths, firsts = np.add.reduceat(lengths, firsts), np.arange(len(firsts))
+    return Sequences(ids, lengths, np.diff(firsts, append=len(lengths)))
 
 
 def write_corpus(
@@ -98,12 +133,12 @@ def write_corpus(
     """
     progress, started = Progress(), time.monotonic()
     for encoded in _encode_all(_limited(batches, max_documents), settings, workers):
-        for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
-            writer.add(ids, lengths)
+        for writer, found in zip(writers, encoded.sequences, strict=True):
+            writer.add(found.ids, found.lengths, found.documents)
         progress.documents += encoded.documents
         progress.bad += len(encoded.bad)
         progress.reasons += encoded.bad[: REASONS_KEPT - len(progress.reasons)]
-        progress.empty += encoded.documents - len(encoded.lengths[0])
+        progress.empty += encoded.documents - len(encoded.sequences[0].documents)
         progress.read += encoded.read
         progress.seconds = time.monotonic() - started
         on_progress(progress)
@@ -111,19 +146,20 @@ def write_corpus(
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(file: str, allow_special_tokens: bool) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.encode_special_tokens = not allow_special_tokens
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def _encoder(file: str, backend: str, allow_special_tokens: bool) -> TextEncoder:
+    return TextEncoder(file, backend, allow_special_tokens)
+
+
+@lru_cache(maxsize=1)
+def _splitter(sentences: str | None, keep_newlines: bool) -> Splitter:
+    return sentence_splitter(sentences, keep_newlines) if sentences else lambda text: [text]
 
 
 def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Batch]:
     left = max_documents
     for batch in batches:
         if left is not None:
-            batch = Batch(batch.file, batch.numbers[:left], batch.records[:left], batch.is_text, batch.read)
+            batch = replace(batch, numbers=batch.numbers[:left], records=batch.records[:left])
             left -= len(batch.records)
         yield batch
         if left == 0:
@@ -136,7 +172,7 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
         yield from (encode(settings, batch) for batch in batches)
         return
     # spawn: a forked child would inherit the threads of tokenizers and hang
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
     try:
         in_flight: deque = deque()
         for batch in batches:
@@ -152,6 +188,19 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    _one_thread()
+    Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _one_thread() -> None:

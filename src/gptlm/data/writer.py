@@ -3,6 +3,7 @@
 import json
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,20 @@ class IndexedTokensWriter:
         if layout == "npy":
             self._file.write(self._npy_header())
 
-    def add(self, ids: np.ndarray, lengths: list[int]) -> None:
-        """Append documents of one sequence each: `ids` (sum of lengths,) back to back.
+    def add(self, ids: np.ndarray, lengths: Sequence[int] | np.ndarray, documents: np.ndarray | None = None) -> None:
+        """Append sequences: `ids` (sum of lengths,) back to back. `documents` counts the sequences of each document,
+        unset: one.
 
         Raises:
             GptlmError: if an id lies outside [0, vocab_size).
         """
+        if len(lengths) and max(lengths) > np.iinfo(np.int32).max:
+            raise GptlmError(f"a document of {max(lengths)} tokens is too long for the format, which stores int32")
         self._write(ids)
         first = len(self.sizes)
-        self.sizes.extend(lengths)
-        self.document_starts.extend(range(first + 1, len(self.sizes) + 1))
+        self.sizes.frombytes(np.asarray(lengths, np.int32).tobytes())
+        ends = np.cumsum(documents) if documents is not None else np.arange(1, len(lengths) + 1)
+        self.document_starts.frombytes((first + ends).astype(np.int64).tobytes())
 
     def copy(self, source: IndexedTokens) -> None:
         """Append all sequences and documents of another corpus.

@@ -107,9 +107,10 @@ def copy(arguments: CopyArguments) -> None:
     """Join corpora into one, in any of the formats.
 
     Raises:
-        GptlmError: if they were made with different tokenizers, or ids do not fit the vocabulary.
+        GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
     """
     prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
+    prefixes = _shards_in_order(prefixes)
     if arguments.output_prefix in prefixes:
         raise GptlmError(f"--output_prefix {arguments.output_prefix} is one of the inputs; give another")
     sources = [open_tokens(prefix) for prefix in prefixes]
@@ -126,6 +127,8 @@ def copy(arguments: CopyArguments) -> None:
         for source in sources:
             writer.copy(source)
         kept = {key: value for key, value in facts[0].items() if key.startswith(("tokenizer", "eos", "append"))}
+        if len(sources) == 1 and "shard" in facts[0]:
+            kept["shard"] = facts[0]["shard"]
         written = writer.finish(kept)
     except OSError as error:
         raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
@@ -133,6 +136,20 @@ def copy(arguments: CopyArguments) -> None:
         writer.abandon()
     print(f"{len(sources)} corpora, {len(writer.sizes)} sequences, {writer.total:,} tokens")
     print(f"written: {', '.join(map(str, written))}")
+
+
+def _shards_in_order(prefixes: list[str]) -> list[str]:
+    """Shards are joined in their own order and all of them or none; other corpora as they were named."""
+    shards = {prefix: tuple(read_metadata(prefix).get("shard") or ()) for prefix in prefixes}
+    if len(prefixes) == 1 or not any(shards.values()):
+        return prefixes
+    ordered = sorted(prefixes, key=lambda prefix: shards[prefix])
+    parts = max(shard[1] for shard in shards.values() if shard)
+    wanted = [(part, parts) for part in range(1, parts + 1)]
+    if [shards[prefix] for prefix in ordered] != wanted:
+        found = ", ".join(f"{shard[0]}/{shard[1]}" if shard else "a whole corpus" for shard in shards.values())
+        raise GptlmError(f"shards are merged when all {parts} are there, each once; found {found}")
+    return ordered
 
 
 def index(run: PretrainRun) -> None:

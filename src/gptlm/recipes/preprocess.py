@@ -9,8 +9,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.tools import PreprocessJob
-from gptlm.data.corpus import list_files, read_batches
+from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
+from gptlm.data.encoder import TextEncoder
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
+from gptlm.data.sentences import LINES, sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.hub import hub_folder
@@ -44,9 +46,10 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         layout = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
         writers += [IndexedTokensWriter(p, len(tokenizer), layout) for p in prefixes]
         progress = _encode(job, tokenizer, files, writers)
-        if not writers[0].total:
+        if not writers[0].total and job.shard == (1, 1):
             raise GptlmError(f"{arguments.input_path} holds no text under {' '.join(arguments.json_keys)}")
         facts = {
+            **({"shard": list(job.shard)} if job.shard != (1, 1) else {}),
             "tokenizer": name,
             "tokenizer_fingerprint": fingerprint(tokenizer),
             "eos_token_id": tokenizer.eos_token_id,
@@ -58,7 +61,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     finally:
         for writer in writers:
             writer.abandon()
-    _say_result(progress, writers, written)
+    _say_result(progress, writers, written, sharded=job.shard != (1, 1))
     return written
 
 
@@ -82,9 +85,12 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _prefixes(job: PreprocessJob) -> list[str]:
-    """Names as the originals write them: Megatron adds key and level, PaddleNLP adds nothing."""
-    prefix = job.arguments.output_prefix or ""
-    return [f"{prefix}_{key}_document" for key in job.arguments.json_keys] if job.megatron else [prefix]
+    """Names as the originals write them: Megatron adds key and level, PaddleNLP adds nothing. Shards add which."""
+    prefix, (part, parts) = job.arguments.output_prefix or "", job.shard
+    if parts > 1:
+        prefix += f"_{part:05d}-of-{parts:05d}"
+    level = "sentence" if job.arguments.split_sentences else "document"
+    return [f"{prefix}_{key}_{level}" for key in job.arguments.json_keys] if job.megatron else [prefix]
 
 
 def _encode(
@@ -101,17 +107,36 @@ def _encode(
             strip=not job.megatron,
             allow_special_tokens=arguments.allow_special_tokens,
             skip_bad=arguments.on_error == "skip",
+            backend=arguments.tokenizer_backend,
+            sentences=_language(job),
+            keep_newlines=arguments.keep_newlines,
+            level=arguments.sequence_level,
         )
-        size = sum(file.stat().st_size for file in files)
-        with _Bar(size, arguments.log_interval) as bar:
+        _check(settings)
+        first, last = bytes_of_shard(files, job.shard)
+        with _Bar(last - first, arguments.log_interval) as bar:
             return write_corpus(
-                read_batches(files, arguments.txt_split),
+                read_batches(files, arguments.txt_split, keys=arguments.json_keys, shard=job.shard),
                 settings,
                 writers,
                 workers=arguments.workers,
                 max_documents=arguments.max_doc_num,
                 on_progress=bar.show,
             )
+
+
+def _language(job: PreprocessJob) -> str | None:
+    arguments = job.arguments
+    if not arguments.split_sentences:
+        return None
+    return LINES if arguments.chinese else arguments.lang
+
+
+def _check(settings: EncodeSettings) -> None:
+    """What a worker would stumble over is said here, once."""
+    TextEncoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
+    if settings.sentences:
+        sentence_splitter(settings.sentences, settings.keep_newlines)
 
 
 class _Bar:
@@ -145,7 +170,7 @@ def _rate(progress: Progress) -> str:
     )
 
 
-def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written: list[Path]) -> None:
+def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written: list[Path], *, sharded: bool) -> None:
     logger.info("Processed %s", _rate(progress))
     if progress.empty:
         logger.info("%d documents without text were left out", progress.empty)
@@ -154,9 +179,11 @@ def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written:
     if progress.bad:
         logger.warning("%d broken documents were left out (--on_error skip)", progress.bad)
     for writer in writers:
-        documents = len(writer.sizes)
+        documents = len(writer.document_starts) - 1
         logger.info("%s: %d documents, %s tokens, %s", writer.prefix, documents, f"{writer.total:,}", writer.dtype)
-        if documents < FEW_DOCUMENTS:
+        if not documents:
+            logger.warning("no document begins in this shard; the empty files belong to the merge all the same")
+        elif documents < FEW_DOCUMENTS and not sharded:
             logger.warning(
                 "%d documents are few: splits are made of whole documents (for .txt see --txt_split)", documents
             )
