@@ -43,6 +43,20 @@ def write_tokens(prefix: Path, *, layout: str = "mmap", documents: int = 120, vo
     return prefix
 
 
+def write_sentence_data(folder: Path, prose: str):
+    """Data of nltk's English punkt, trained on `prose` instead of downloaded; returns the tokenizer with it.
+
+    nltk writes only below a folder in `nltk.data.path`.
+    """
+    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer, save_punkt_params
+
+    parameters = PunktTrainer(prose).get_params()
+    english = folder / "tokenizers" / "punkt_tab" / "english"
+    english.mkdir(parents=True)
+    save_punkt_params(parameters, str(english))
+    return PunktSentenceTokenizer(parameters)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with random GPT-2 weights from stock code: 2 layers, 32 wide, 2 heads, 500 entries, 64 positions."""

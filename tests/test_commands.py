@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import nltk
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gptlm.cli import see_one_card
 from gptlm.data.indexed import open_tokens
 from tests.config.test_run import README
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, run_script, write_sentence_data
 
 LETTERS = "".join(
     f"Letter {i}\n\n" + f"the cat {i} sat on the mat and the dog {i % 7} sat on the log.\n\n" for i in range(200)
@@ -70,6 +72,56 @@ def test_paddlenlp_dialect_in_both_layouts(work):
     assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.sizes, second.sizes)
 
 
+def test_the_data_step_of_the_eight_card_recipes(work, tmp_path, monkeypatch):
+    """Vocabulary and merges beside the command are taken; the pair has the recipe's name and stays one per document."""
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
+    punkt = write_sentence_data(tmp_path / "nltk", LETTERS)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(work / "tok" / name, tmp_path / f"gpt2-{name}")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "The cat sat. The dog sat.\nIt was late."}) + "\n")
+    environment = {
+        **os.environ,
+        "NLTK_DATA": str(tmp_path / "nltk"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    command = ["bash", ROOT / "scripts/dataset_preprocess_gpt.sh", "--input=t.jsonl", "--workers=1"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "shuffles the sentences of all documents" in result.stdout
+    names = ["gpt2-merges.txt", "gpt2-vocab.json"] + [f"my-gpt_text_sentence.{s}" for s in ("bin", "idx", "meta.json")]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == names
+    tokenizer = AutoTokenizer.from_pretrained(work / "tok")
+    sentences = punkt.tokenize("The cat sat. The dog sat.\nIt was late.")
+    assert len(sentences) == 3
+    tokens = open_tokens(str(tmp_path / "data" / "my-gpt_text_sentence"))
+    assert tokens.get(0).tolist() == [i for sentence in sentences for i in tokenizer(sentence)["input_ids"]]
+    wrong = subprocess.run([*command, "--colour=red"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "unknown: --colour=red" in wrong.stderr
+
+
+@pytest.mark.parametrize("parts", [3])
+def test_shards_of_several_machines_merge_to_the_whole(work, tmp_path, parts):
+    """Byte for byte, in whatever order they are named; a missing one is noticed."""
+    common = "--input letters.txt --txt_split line --model_name tok --append-eod".split()
+    assert preprocess(work, *common, "--output-prefix", tmp_path / "whole").returncode == 0
+    for part in range(1, parts + 1):
+        result = preprocess(work, *common, "--output-prefix", tmp_path / "s" / "c", "--shard", f"{part}/{parts}")
+        assert result.returncode == 0, result.stderr
+    prefixes = [tmp_path / "s" / f"c_{part:05d}-of-{parts:05d}_text_document" for part in range(1, parts + 1)]
+    words = ["merge", "--output_prefix", tmp_path / "m" / "merged", "--input"]
+    merged = run_script("data_tools", *words, *reversed(prefixes))
+    assert merged.returncode == 0, merged.stderr
+    for suffix in (".bin", ".idx"):
+        whole = (tmp_path / f"whole_text_document{suffix}").read_bytes()
+        assert (tmp_path / "m" / f"merged{suffix}").read_bytes() == whole
+    facts = json.loads((tmp_path / "m" / "merged.meta.json").read_text())
+    assert facts == json.loads((tmp_path / "whole_text_document.meta.json").read_text())
+    prefixes[0].with_suffix(".idx").unlink()
+    prefixes[0].with_suffix(".bin").unlink()
+    missing = run_script("data_tools", *words, tmp_path / "s", tmp_path / "whole_text_document")
+    assert missing.returncode == 1 and f"shards are merged when all {parts} are there" in missing.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -80,7 +132,7 @@ def test_paddlenlp_dialect_in_both_layouts(work):
         ("--input_path letters.txt --vocab_file tok/vocab.json", 2, "--merge_file"),
         ("--input_path letters.txt --model_name nowhere", 1, "'nowhere' is neither a folder"),
         ("--input_path letters.txt --model_name tok --dataset_impl slow", 2, "'slow'"),
-        ("--input_path letters.txt --model_name tok --split-sentences", 2, "sentences"),
+        ("--input_path letters.txt --model_name tok --split-sentences", 1, "no data for 'english'"),
         ("--input_path letters.txt --model_name tok --workerz 2", 2, "did you mean --workers"),
         ("--model_name tok", 2, "--input_path is missing"),
         ("--input_path letters.txt --model_name tok --output_prefix x/", 2, "this is a folder"),

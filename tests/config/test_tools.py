@@ -26,3 +26,19 @@ def test_several_keys_need_megatron_s_names():
     ]
     with pytest.raises(UsageError, match="several --json_keys"):
         parse_preprocess(["--input_path", "a.jsonl", "--json-keys", "title", "text", *REST])
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/", "-1/2"])
+def test_a_shard_is_i_of_n(shard):
+    with pytest.raises(UsageError, match="expected i/n with i from 1 to n"):
+        parse_preprocess(["--input", "a.jsonl", "--shard", shard, *REST])
+    assert parse_preprocess(["--input", "a.jsonl", "--shard", "2/8", *REST]).shard == (2, 8)
+
+
+def test_flags_of_sentences_are_noted_without_them_and_explained_with_them():
+    job = parse_preprocess(["--input", "a", "--keep-newlines", "--chinese", "--sequence_level", "sentence", *REST])
+    assert [note.split()[0] for note in job.notes] == ["--keep_newlines", "--sequence_level", "--chinese"]
+    assert all("no effect" in note for note in job.notes) and job.arguments.sequence_level == "document"
+    for words in ([], ["--sequence_level", "sentence"]):
+        (note,) = parse_preprocess(["--input", "a", "--split-sentences", *words, *REST]).notes
+        assert "shuffles the sentences of all documents" in note

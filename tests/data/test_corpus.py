@@ -212,6 +212,21 @@ def test_a_bad_line_of_a_later_shard_has_its_own_number(tmp_path):
             texts_of(batch, ["text"])
 
 
+def test_a_chinese_array_in_another_encoding_is_named_by_line(tmp_path):
+    content = json.dumps([{"text": "a"}, {"text": "今天"}], ensure_ascii=False, indent=1)
+    (tmp_path / "a.json").write_bytes(content.encode("gb18030"))
+    with pytest.raises(GptlmError, match=r"a.json, line 6: not UTF-8 .*iconv -f GB18030"):
+        list(read_texts(str(tmp_path / "a.json")))
+
+
+def test_the_column_of_broken_json_is_where_it_breaks(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n  {"text": "abc"\n{"text": "b"} x\n')
+    batches = list(read_batches([tmp_path / "a.jsonl"]))
+    bad = [reason for batch in batches for reason in good_texts_of(batch, ["text"])[1]]
+    assert "line 2: broken JSON at column 17: Expecting ',' delimiter" in bad[0]
+    assert "line 3: broken JSON at column 15: Extra data" in bad[1]
+
+
 def test_lines_of_a_text_file_are_shared_out(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(99)))
     found = [read_batches([tmp_path / "a.txt"], "line", shard=(part, 4)) for part in (1, 2, 3, 4)]

@@ -84,6 +84,38 @@ def test_positions_beyond_int32_get_int64():
     assert order.samples.dtype == np.int32 and len(order.shuffle) == (3 * (2**31 - 1) - 1) // 2**30
 
 
+def test_a_blend_ends_where_a_part_does():
+    """Whatever its size says, every sample of a blend can be read, and none of the requested ones is lost."""
+    rng = np.random.RandomState(0)
+    cut = 0
+    for _ in range(300):
+        weights = normalise(rng.rand(rng.randint(2, 6)))
+        wanted = int(rng.randint(1, 200))
+        parts = [np.arange(part_samples(wanted, weight)) for weight in weights]
+        blend = BlendedDataset(parts, weights, blend_size(wanted, weights))
+        assert wanted <= len(blend) <= blend_size(wanted, weights)
+        cut += len(blend) < blend_size(wanted, weights)
+        assert [blend[i] for i in range(len(blend))]
+    assert cut
+
+
+@pytest.mark.parametrize("data_order", ["paddlenlp", "fleetx"])
+def test_more_sequences_than_int32_counts(data_order):
+    """Numbers past 2^31 are kept whole; the sizes are one number seen 2^31 + 9 times."""
+    count = 2**31 + 9
+    sizes = np.broadcast_to(np.int32(7), (count,))
+    found = {}
+    for first, last in ((count - 6, count), (0, 6)):
+        order = build_order(sizes, first, last, num_samples=5, seq_length=4, seed=3, data_order=data_order)
+        assert order.documents.dtype == (np.int64 if first else np.int32)
+        assert order.documents.min() == first and order.documents.max() == last - 1
+        found[first] = order
+    far, near = found.values()
+    assert np.array_equal(far.documents - (count - 6), near.documents)
+    assert np.array_equal(far.samples, near.samples) and np.array_equal(far.shuffle, near.shuffle)
+    assert split_bounds("90,9,1", count)[-1] == count
+
+
 def test_blend_follows_its_weights():
     parts, samples = blend_order(normalise([3, 7]), 1000)
     assert np.bincount(parts).tolist() == [300, 700]

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import psutil
 import pytest
-from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 from gptlm.data.corpus import list_files, read_batches
 from gptlm.data.encoder import TextEncoder
@@ -18,7 +17,7 @@ from gptlm.data.sentences import sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, run_script, write_sentence_data
 
 TEXTS = [f"document {i} says {'word ' * (i % 7)}" for i in range(300)] + ["", "   ", f"before {EOS} after"]
 
@@ -71,6 +70,22 @@ def test_two_workers_write_the_same_bytes(corpus, tmp_path):
     corpus("two", eos=0, workers=2)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
+
+
+def test_many_small_files(corpus, tmp_path):
+    """They travel to the workers together; nothing is lost and the order stays."""
+    (tmp_path / "t.jsonl").unlink()
+    for i in range(700):
+        (tmp_path / f"{i:03d}.jsonl").write_text(json.dumps({"text": f"document {i}"}) + "\n")
+    settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), None, True, False)
+    found = []
+    for workers in (1, 2):
+        writer = IndexedTokensWriter(str(tmp_path / f"w{workers}"), 300)
+        write_corpus(read_batches(list_files(str(tmp_path / "*.jsonl"))), settings, [writer], workers=workers)
+        writer.finish({})
+        found.append((tmp_path / f"w{workers}.bin").read_bytes())
+        assert len(open_tokens(str(tmp_path / f"w{workers}"))) == 700
+    assert found[0] == found[1]
 
 
 def test_max_documents(corpus):
@@ -182,16 +197,10 @@ PROSE = (
 
 @pytest.fixture
 def punkt(tmp_path, monkeypatch):
-    """nltk's English data as a folder of its own, trained on a little prose; nothing is downloaded."""
     import nltk
-    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
-    trainer = PunktTrainer("\n".join(PROSE) * 50)
-    folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
-    folder.mkdir(parents=True)
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk_data")])  # nltk writes and reads nowhere else
-    save_punkt_params(trainer.get_params(), str(folder))
-    return PunktSentenceTokenizer(trainer.get_params())
+    return write_sentence_data(tmp_path / "nltk_data", "\n".join(PROSE) * 50)
 
 
 @pytest.mark.parametrize("keep_newlines", [False, True])

@@ -71,6 +71,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_sentencepiece_tokenizer_is_refused_by_name(tmp_path):
+    """CPM's folder: a vocab.json that is none of GPT-2's, and the model it stands for."""
+    (tmp_path / "chinese_vocab.model").write_bytes(b"\x0a\x0e")
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(GptlmError, match=r"sentencepiece tokenizer \(chinese_vocab.model\), as CPM"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_gpt2_s_own_ids(shared):
     folder = shared / "data" / "gpt2-tokenizer"
     tokenizer = load_tokenizer(str(folder))

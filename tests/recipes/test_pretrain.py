@@ -19,6 +19,7 @@ from gptlm.data.indexed import open_tokens
 from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
+from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes import pretrain_model
 from gptlm.recipes.pretrain import pretrain
 from gptlm.training import checkpoint
@@ -356,8 +357,8 @@ def test_npy_data_and_blends_train(train, corpus_folder, capsys):
     train("--max_steps", "10", data=blend, output="blend")
     lines = capsys.readouterr().out
     assert (
-        "mmap/c: weight 0.25, 4,463 tokens, 5 samples" in lines
-        and "npy/c: weight 0.75, 4,463 tokens, 15 samples" in lines
+        "mmap/c     0.25              4,463               5      0.02" in lines
+        and "npy/c      0.75              4,463              15      0.05" in lines
     )
 
 
@@ -381,7 +382,7 @@ def test_the_older_formats_train_as_well(train, corpus_folder, tmp_path, layout)
 def test_many_epochs_are_warned_of(train, capsys):
     train("--max_steps", "600", "--eval_steps", "600", "--save_steps", "600", "--logging_steps", "600")
     lines = capsys.readouterr().out
-    assert "1,200 samples, 4.30 epochs, more than 4" in lines  # 1200 x 16 / 4463
+    assert "1,200      4.30, more than 4 epochs" in lines  # 1200 x 16 / 4463
 
 
 @pytest.mark.parametrize(
@@ -401,6 +402,8 @@ def test_many_epochs_are_warned_of(train, capsys):
             "test split.*takes 65",
         ),
         (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "holds no tokenizer"),
+        (lambda p: None, ("--input_dir", "{data}/c.idx"), "one file of a pair; give the prefix .*/c$"),
+        (lambda p: narrowed(p), (), "uint16, its metadata speak of 70000 entries"),
     ],
 )  # fmt: skip
 def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch, prepare, words, says):
@@ -414,6 +417,42 @@ def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch,
         train(*[word.format(data=tmp_path / "d") for word in words], data=tmp_path / "d")
     assert len(str(caught.value).splitlines()) == 1
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def narrowed(folder):
+    """Ids of a vocabulary of 70,000 squeezed into uint16."""
+    facts = json.loads((folder / "c.meta.json").read_text())
+    (folder / "c.meta.json").write_text(json.dumps({**facts, "vocab_size": 70000}))
+
+
+@pytest.fixture
+def tokenizer_of(tmp_path):
+    """A saved tokenizer with as many entries as asked for, at least 257."""
+
+    def make(entries):
+        tokenizer = train_tokenizer(["a text " * 9], 257)
+        tokenizer.add_tokens([f"<{i}>" for i in range(entries - len(tokenizer))])
+        tokenizer.save_pretrained(tmp_path / f"tok{entries}")
+        return tmp_path / f"tok{entries}"
+
+    return make
+
+
+def test_uint16_data_and_a_larger_tokenizer_are_refused(train, tokenizer_of, tmp_path):
+    """No metadata tells; the width alone shows that ids above 65,535 were cut off."""
+    write_tokens(tmp_path / "d" / "c")
+    (tmp_path / "d" / "c.meta.json").unlink()
+    words = ("--tokenizer_name_or_path", tokenizer_of(70_000), "--vocab_size", 70_016, "--continue_training", 0)
+    with pytest.raises(
+        GptlmError, match="c.bin is uint16, which cannot hold the ids of a tokenizer with 70000 entries"
+    ):
+        train(*words, data=tmp_path / "d")
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_warned_of(train, tokenizer_of, corpus_folder, capsys):
+    """The model has rows for them, so it trains; but text and ids do not belong together."""
+    train("--tokenizer_name_or_path", tokenizer_of(400))
+    assert "holds id 499, the tokenizer has 400 entries: the two do not belong together" in capsys.readouterr().out
 
 
 def test_a_test_split_too_short_is_left_out_of_do_eval(train, tmp_path, capsys):

@@ -207,7 +207,7 @@ def _resolve(
 
 
 def _unknown(word: Word, known: set[str]) -> str:
-    near = difflib.get_close_matches(word.name, sorted(known), n=1)
+    near = difflib.get_close_matches(word.name, sorted(known), n=1, cutoff=0.75)
     hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
     return f"{word.place} is unknown{hint}"
 

@@ -68,7 +68,11 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence, weights: Sequence[float], size: int):
         self.datasets = datasets
-        self.parts, self.samples = blend_order(weights, size)
+        parts, samples = blend_order(weights, size)
+        # Beyond the requested samples a part may be asked for more than it has: the blend ends there.
+        lengths = np.array([len(dataset) for dataset in datasets])
+        end = len(parts) if (fits := samples < lengths[parts]).all() else int(np.argmin(fits))
+        self.parts, self.samples = parts[:end], samples[:end]
 
     def __len__(self) -> int:
         return len(self.parts)

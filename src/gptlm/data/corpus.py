@@ -11,9 +11,10 @@ from typing import Any
 
 import zstandard
 
-from gptlm.data.readers import COMPRESSED, Batch, is_dataset, read_file, size_of
+from gptlm.data.readers import COMPRESSED, Batch, is_dataset, read_file, size_of, split_lines
 from gptlm.errors import GptlmError
 
+RAW_DECODE = json.JSONDecoder().raw_decode  # json.loads without its search for white space
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
 
@@ -85,11 +86,13 @@ def texts_of(batch: Batch, keys: Sequence[str]) -> list[tuple[str, ...]]:
     Raises:
         GptlmError: naming file and line of bytes that are not UTF-8, broken JSON, or a missing key.
     """
+    batch = split_lines(batch)
     return [_texts_of_record(batch, number, keys) for number in range(len(batch.records))]
 
 
 def good_texts_of(batch: Batch, keys: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
     """As `texts_of`, but a bad document is left out; also returns what is wrong with each of those."""
+    batch = split_lines(batch)
     texts, bad = [], []
     for number in range(len(batch.records)):
         try:
@@ -107,14 +110,13 @@ def read_texts(path: str, key: str = "text", txt_split: str = "blank_line") -> I
 
 
 def _texts_of_record(batch: Batch, i: int, keys: Sequence[str]) -> tuple[str, ...]:
-    record = batch.records[i]
+    record: Any = batch.records[i]
     try:
-        if isinstance(record, bytes):
-            text = _decode(record)
-            record = text if batch.is_text else _parse_line(text)
-        return (record,) * len(keys) if batch.is_text else _select(record, keys)
+        if batch.is_text:
+            return (_decode(record),) * len(keys)
+        return _select(_parse_line(_decode(record)) if isinstance(record, bytes) else record, keys)
     except GptlmError as error:
-        kind = "line" if isinstance(batch.records[i], bytes) else "document"
+        kind = "line" if isinstance(record, bytes) else "document"
         number = batch.numbers[i] + _lines_before(batch.file, batch.skipped)
         raise GptlmError(f"{batch.file}, {kind} {number}: {error}") from error
 
@@ -170,8 +172,12 @@ def _decode(record: bytes) -> str:
 
 
 def _parse_line(line: str) -> Any:
+    line = line.rstrip()
     try:
-        return json.loads(line)
+        value, end = RAW_DECODE(line, len(line) - len(line.lstrip()))
+        if end < len(line):
+            raise json.JSONDecodeError("Extra data", line, len(line) - len(line[end:].lstrip()))
+        return value
     except json.JSONDecodeError as error:
         raise GptlmError(
             f'broken JSON at column {error.colno}: {error.msg}; expected one object per line like {{"text": ...}}'
@@ -183,15 +189,16 @@ def _parse_line(line: str) -> Any:
 def _select(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(record, dict):
         raise GptlmError(f'{type(record).__name__} instead of an object like {{"text": ...}}')
+    texts = []
     for key in keys:
-        if not isinstance(record.get(key), str):
+        text = record.get(key)
+        if not isinstance(text, str):
             found = f"a {type(record[key]).__name__}" if key in record else f"only the keys {sorted(record)[:8]}"
             raise GptlmError(f"no text under {key!r}, found {found}; name the key with --json_key")
-    return tuple(_whole_characters(record[key]) for key in keys)
+        texts.append(text if text.isascii() else _whole_characters(text))
+    return tuple(texts)
 
 
 def _whole_characters(text: str) -> str:
     """JSON can spell half a character (a lone surrogate, common in web data), which no encoding has: U+FFFD."""
-    if text.isascii():
-        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -6,6 +6,8 @@ import numpy as np
 
 from gptlm.errors import GptlmError
 
+SUFFIXES = ("_idx.npz", "_ids.npy", "_ids.npz", ".idx", ".bin")
+
 
 def find_prefixes(folder: str) -> list[str]:
     """Prefixes of all corpora in `folder`, sorted by name (the originals take the file system's order).
@@ -13,6 +15,9 @@ def find_prefixes(folder: str) -> list[str]:
     Raises:
         GptlmError: if the folder is missing or holds none.
     """
+    suffix = next((suffix for suffix in SUFFIXES if folder.endswith(suffix)), None)
+    if suffix is not None and os.path.isfile(folder):
+        raise GptlmError(f"{folder} is one file of a pair; give the prefix {folder.removesuffix(suffix)}")
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -22,7 +27,7 @@ def find_prefixes(folder: str) -> list[str]:
         ) from error
     prefixes: dict[str, None] = {}
     for name in names:
-        for suffix in ("_idx.npz", "_ids.npy", "_ids.npz", ".idx", ".bin"):
+        for suffix in SUFFIXES:
             if name.endswith(suffix):
                 prefixes[os.path.join(folder, name[: -len(suffix)])] = None
     if not prefixes:
@@ -42,7 +47,7 @@ def parse_input(input_dir: str) -> list[tuple[float, str]]:
     """
     if os.path.isdir(input_dir):
         return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
-    if any(os.path.exists(input_dir + suffix) for suffix in (".idx", ".bin", "_ids.npy", "_idx.npz", "_ids.npz")):
+    if any(os.path.exists(input_dir + suffix) for suffix in SUFFIXES):
         return [(1.0, input_dir)]
     words = input_dir.split()
     if len(words) < 2:

@@ -29,7 +29,8 @@ class SampleOrder:
     """The three index arrays of one split.
 
     Attributes:
-        documents: (epochs x documents,) int32, the order in which sequences follow each other.
+        documents: (epochs x documents,) int32, or int64 past 2^31 sequences (which the originals refuse), the order
+            in which sequences follow each other.
         samples: (n + 1, 2) int32 or int64, (position in `documents`, token offset) where sample k begins.
         shuffle: (n,) uint32 or int64, sample i of the dataset is row shuffle[i] of `samples`.
         epochs: passes over the split that n samples take.
@@ -107,7 +108,7 @@ def build_order(
     wanted_of_last = num_samples - before_last
     separate = epochs > 1 and wanted_of_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
     rng = np.random.RandomState(seed)
-    own = np.arange(first, last, dtype=np.int32)
+    own = np.arange(first, last, dtype=np.int64 if last > np.iinfo(np.int32).max else np.int32)
     documents = np.tile(own, epochs) if data_order == "fleetx" else _document_index(own, epochs, separate, rng)
     samples = _sample_index(sizes, documents, total, seq_length)
     shuffle = _shuffle_index(before_last if separate else total, total, rng)

@@ -15,13 +15,13 @@ import numpy as np
 
 from gptlm.data.corpus import good_texts_of, texts_of
 from gptlm.data.encoder import TextEncoder
-from gptlm.data.readers import Batch
+from gptlm.data.readers import BATCH_BYTES, Batch, split_lines
 from gptlm.data.sentences import Splitter, sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
 REASONS_KEPT = 10  # bad documents named at the end
-BATCHES_AHEAD = 4  # batches in flight per worker; bounds memory whatever the corpus size
+GROUPS_AHEAD = 4  # groups of batches in flight per worker; bounds memory whatever the corpus size
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Ba
     left = max_documents
     for batch in batches:
         if left is not None:
-            batch = replace(batch, numbers=batch.numbers[:left], records=batch.records[:left])
+            batch = split_lines(batch)
+            batch = replace(batch, numbers=batch.numbers[:left], records=list(batch.records)[:left])
             left -= len(batch.records)
         yield batch
         if left == 0:
@@ -171,16 +172,17 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
         _one_thread()
         yield from (encode(settings, batch) for batch in batches)
         return
+    groups = _grouped(batches)
     # spawn: a forked child would inherit the threads of tokenizers and hang
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
     try:
         in_flight: deque = deque()
-        for batch in batches:
-            in_flight.append(pool.submit(encode, settings, batch))
-            if len(in_flight) >= workers * BATCHES_AHEAD:
-                yield in_flight.popleft().result()
+        for group in groups:
+            in_flight.append(pool.submit(_encode_group, settings, group))
+            if len(in_flight) >= workers * GROUPS_AHEAD:
+                yield from in_flight.popleft().result()
         while in_flight:
-            yield in_flight.popleft().result()
+            yield from in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise GptlmError(
             f"one of the {workers} worker processes died (killed, or out of memory); "
@@ -188,6 +190,23 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+    """Batches of small files together: handing work to a process has its price."""
+    group: list[Batch] = []
+    size = 0
+    for batch in batches:
+        group.append(batch)
+        size += batch.read
+        if size >= BATCH_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _encode_group(settings: EncodeSettings, group: list[Batch]) -> list[Encoded]:
+    return [encode(settings, batch) for batch in group]
 
 
 def _start_worker() -> None:

@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,19 +31,41 @@ class Batch:
 
     Attributes:
         file: the path, for messages.
-        numbers: line number (or position in an array or table) of each document, counted from byte `skipped`.
-        records: bytes of a JSON line, an object of a JSON array or table, or bytes of plain text.
+        numbers: line number (or position in an array or table) of each document, counted from byte `skipped`; only
+            the first one where lines are still to be split.
+        records: bytes of a JSON line, an object of a JSON array or table, or bytes of plain text; instead of a list
+            whole lines still to be split, blank ones among them, as bytes or as a range of the file's bytes.
         is_text: records are plain text.
         read: bytes of the file consumed since the previous batch, as they lie on disk.
-        skipped: bytes of the file that were left to another machine.
+        skipped: bytes of the file before what `numbers` count.
     """
 
     file: str
-    numbers: list[int]
-    records: list[Any]
+    numbers: Sequence[int]
+    records: list[Any] | bytes | Span
     is_text: bool
     read: int
     skipped: int = 0
+
+
+def split_lines(batch: Batch) -> Batch:
+    """`batch` with its lines in a list; left to the workers, so that one process can keep many busy.
+
+    Raises:
+        GptlmError: if the file cannot be read any more.
+    """
+    if isinstance(batch.records, list):
+        return batch
+    content = batch.records
+    if isinstance(content, tuple):
+        try:
+            with open(batch.file, "rb") as file:
+                file.seek(content[0])
+                content = file.read(content[1] - content[0])
+        except OSError as error:
+            raise GptlmError(f"cannot read {batch.file}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=batch.numbers[0]) if line.strip()]
+    return replace(batch, numbers=[number for number, _ in lines], records=[line for _, line in lines])
 
 
 def is_dataset(path: Path) -> bool:
@@ -89,14 +111,35 @@ def _read_stream(file: Path, kind: str, txt_split: str, span: Span) -> Iterator[
             raw.seek(span[0] - 1)
             raw.readline()  # the rest of a line that begins before the span
         skipped = raw.tell() if span[0] > 0 else 0
-        lines = _lines(stream, span[1] if by_line else None)
-        if kind == ".txt":
-            documents = _plain_documents(lines, txt_split)
-        elif array:
-            documents = _array_documents(stream, file)
+        end = span[1] if by_line else None
+        if array:
+            yield from _batched(_array_documents(stream, file), str(file), False, raw, skipped)
+        elif kind == ".txt":
+            yield from _batched(_plain_documents(_lines(stream, end), txt_split), str(file), True, raw, skipped)
+        elif by_line:
+            yield from _line_ranges(raw, str(file), span[1])
         else:
-            documents = ((number, line) for number, line in lines if line.strip())
-        yield from _batched(documents, str(file), kind == ".txt", raw, skipped)
+            yield from _line_batches(stream, str(file), raw)
+
+
+def _line_ranges(raw: BinaryIO, file: str, end: int) -> Iterator[Batch]:
+    """The lines that begin before byte `end`, as ranges of the file: who parses them also reads them."""
+    begins = raw.tell()
+    while begins < end:
+        raw.seek(min(begins + BATCH_BYTES, end) - 1)
+        raw.readline()
+        ends = raw.tell()
+        yield Batch(file, [1], (begins, ends), False, ends - begins, begins)
+        begins = ends
+
+
+def _line_batches(stream: io.BufferedReader, file: str, raw: BinaryIO) -> Iterator[Batch]:
+    """Whole lines of a compressed file in large pieces."""
+    number, position = 1, 0
+    while piece := stream.read(BATCH_BYTES):
+        piece += b"" if piece.endswith(b"\n") else stream.readline()
+        yield Batch(file, [number], piece, False, raw.tell() - position)
+        number, position = number + piece.count(b"\n"), raw.tell()
 
 
 def _lines(stream: io.BufferedReader, end: int | None) -> Iterator[tuple[int, bytes]]:
@@ -203,10 +246,15 @@ def _starts_array(stream: io.BufferedReader) -> bool:
 
 
 def _array_documents(stream: io.BufferedReader, file: Path) -> Iterator[tuple[int, Any]]:
+    content = stream.read()
     try:
-        documents = json.loads(stream.read())
+        documents = json.loads(content)
     except UnicodeDecodeError as error:
-        raise GptlmError(f"{file}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise GptlmError(
+            f"{file}, line {line}: not UTF-8 (byte {content[error.start : error.start + 1].hex()}); convert the file, "
+            "for example `iconv -f GB18030 -t UTF-8`"
+        ) from error
     except ValueError as error:
         raise GptlmError(f"{file}: broken JSON array: {error}") from error
     yield from enumerate(documents, start=1)

@@ -74,7 +74,13 @@ def check_ids(corpora: Sequence[Corpus], vocab_size: int, cache: IndexCache) -> 
     """
     for corpus in corpora:
         tokens = corpus.tokens
-        low, high = _id_range(corpus, cache)
+        low, high = id_range_of(corpus, cache)
+        noted = corpus.metadata.get("vocab_size", 0)
+        if noted - 1 > np.iinfo(tokens.tokens.dtype).max:
+            raise GptlmError(
+                f"{tokens.path} is {tokens.tokens.dtype}, its metadata speak of {noted} entries, more than that "
+                "holds: the files are not of one run; preprocess again"
+            )
         if low >= 0 and high < vocab_size:
             continue
         bad = first_bad_token(tokens, vocab_size)
@@ -87,7 +93,8 @@ def check_ids(corpora: Sequence[Corpus], vocab_size: int, cache: IndexCache) -> 
         )
 
 
-def _id_range(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
+def id_range_of(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
+    """Lowest and highest id, or (0, highest) where the metadata name it."""
     tokens, facts = corpus.tokens, corpus.metadata
     # Time stamps stand for the content: hashing all tokens would cost as much as looking at them.
     stamp = tokens.path.stat().st_mtime_ns

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from gptlm.errors import GptlmError
 
 EOS = "<|endoftext|>"
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -22,9 +22,16 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         GptlmError: if it cannot be loaded, or has no fast (`tokenizers`) form.
     """
     folder = Path(source)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.model")):
         raise GptlmError(
             f"{source} holds no tokenizer; expected {TOKENIZER_FILES[0]}, or {TOKENIZER_FILES[1]} and merges.txt"
+        )
+    sentencepiece = sorted(folder.glob("*.model"))
+    if sentencepiece and not (folder / "tokenizer.json").is_file():
+        raise GptlmError(
+            f"{source} holds a sentencepiece tokenizer ({sentencepiece[0].name}), as CPM and PaddleNLP's "
+            "GPTChineseTokenizer use; it is not supported, give a folder with tokenizer.json, or train one with "
+            "scripts/train_tokenizer.py"
         )
     if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
         return load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))

@@ -71,7 +71,8 @@ def check(arguments: PrefixArguments) -> None:
     bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
     if bad is not None:
         sequence, offset, token = bad
-        raise GptlmError(f"{tokens.prefix}: sequence {sequence}, token {offset} is id {token}, not below {vocab_size}")
+        reason = f"not below {vocab_size}" if token >= 0 else "and ids begin with 0"
+        raise GptlmError(f"{tokens.prefix}: sequence {sequence}, token {offset} is id {token}, {reason}")
     if facts and facts.get("tokens") != len(tokens.tokens):
         raise GptlmError(
             f"{tokens.prefix}.meta.json speaks of {facts.get('tokens')} tokens, there are {len(tokens.tokens)}"

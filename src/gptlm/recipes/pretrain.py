@@ -67,7 +67,7 @@ def _run(
     """Everything that needs the process group."""
     training = run.training
     arguments = hf_arguments(run, machine)
-    say_data(corpora)
+    say_data(run, corpora)
     datasets = build_datasets(run, corpora, arguments)
     say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
@@ -138,9 +138,9 @@ def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpo
         return _evaluate(trainer, "eval") if run.training.do_eval else {}
     if start is not None:
         step, samples = start.facts["global_step"], start.facts["consumed_samples"]
-        logger.info(
-            "resuming from %s: step %d, %d samples consumed, none of them is read again", start.path, step, samples
-        )
+        same = start.facts["order"] == trainer.facts["order"]
+        promise = "none of them is read again" if same else "the next ones are taken from the new order"
+        logger.info("resuming from %s: step %d, %d samples consumed, %s", start.path, step, samples, promise)
     result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
     trainer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")

@@ -69,8 +69,7 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
     Raises:
         GptlmError: as `build_datasets`.
     """
-    output_dir = run.training.output_dir or ""
-    cache = IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
+    cache = data_cache(run)
     samples = sample_counts(run)
     _refuse_too_many(run)
     _refuse_empty(run, corpora)
@@ -93,6 +92,12 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
         for split in needed
     }
     return {split: datasets.get(split) for split in SPLITS}
+
+
+def data_cache(run: PretrainRun) -> IndexCache:
+    """Where the sample index of `run` is kept."""
+    output_dir = run.training.output_dir or ""
+    return IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
 
 
 def window(run: PretrainRun, dataset: PretrainingDataset | None, batches: int) -> Subset | None:
@@ -136,8 +141,10 @@ def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[st
     }
 
 
-def say_data(corpora: list[Corpus]) -> None:
-    """One line per corpus: sequences and tokens of each split."""
+def say_data(run: PretrainRun, corpora: list[Corpus]) -> None:
+    """Whose order is reproduced, and one line per corpus: sequences and tokens of each split."""
+    oneflow = "; OneFlow's own C++ shuffle is not reproduced" if run.data.data_order == "megatron" else ""
+    logger.info("sample order: %s%s", run.data.data_order, oneflow)
     for corpus in corpora:
         counts = ", ".join(
             f"{split} {last - first} sequences {corpus.token_count(split):,} tokens"
@@ -148,7 +155,7 @@ def say_data(corpora: list[Corpus]) -> None:
 
 
 def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None) -> None:
-    """A line per part of the training data: weight, tokens, samples the run draws from it, and how often that repeats.
+    """A table of the training data: weight, tokens, samples the run draws, and how often a corpus repeats in them.
 
     More than 4 epochs are warned of: beyond them repeated text is worth less and less (arXiv:2305.16264).
     """
@@ -159,15 +166,16 @@ def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDatas
     counts = (
         np.bincount(dataset.parts[:drawn], minlength=len(present)) if isinstance(dataset, BlendedDataset) else [drawn]
     )
+    width = max(len(corpus.tokens.prefix) for corpus in present)
+    logger.info("%s", f"{'training data':<{width}} {'weight':>8} {'tokens':>18} {'samples':>15} {'epochs':>9}")
     for corpus, count in zip(present, counts, strict=True):
         tokens = corpus.token_count("train")
         epochs = int(count) * run.data.max_seq_length / tokens
-        share = f"weight {corpus.weight:.3g}, {tokens:,} tokens, {int(count):,} samples, {epochs:.2f} epochs"
-        line = f"{corpus.tokens.prefix}: {share}"
+        row = f"{corpus.tokens.prefix:<{width}} {corpus.weight:>8.3g} {tokens:>18,} {int(count):>15,} {epochs:>9.2f}"
         if epochs > MANY_EPOCHS:
-            logger.warning("%s, more than %d: consider fewer steps or more text", line, MANY_EPOCHS)
+            logger.warning("%s, more than %d epochs: consider fewer steps or more text", row, MANY_EPOCHS)
         else:
-            logger.info("%s", line)
+            logger.info("%s", row)
 
 
 def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:

@@ -3,16 +3,18 @@
 import logging
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import PretrainRun
-from gptlm.data.splits import Corpus
+from gptlm.data.splits import Corpus, id_range_of
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model, new_model
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.recipes.pretrain_data import data_cache
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,20 @@ def _check(run: PretrainRun, tokenizer: PreTrainedTokenizerBase, corpora: list[C
             f"use --vocab_size {len(tokenizer)} or the model's own tokenizer"
         )
     for corpus in corpora:
+        tokens = corpus.tokens
+        if len(tokenizer) - 1 > np.iinfo(tokens.tokens.dtype).max:
+            raise GptlmError(
+                f"{tokens.path} is {tokens.tokens.dtype}, which cannot hold the ids of a tokenizer with "
+                f"{len(tokenizer)} entries: it was made with another one, or ids were cut off; preprocess again"
+            )
+        highest = id_range_of(corpus, data_cache(run))[1]
+        if highest >= len(tokenizer):
+            logger.warning(
+                "%s holds id %d, the tokenizer has %d entries: the two do not belong together",
+                tokens.prefix,
+                highest,
+                len(tokenizer),
+            )
         recorded = corpus.metadata.get("tokenizer_fingerprint")
         if recorded and recorded != fingerprint(tokenizer):
             logger.warning(

@@ -62,6 +62,10 @@ class Throughput:
         """Measure from now on, at `step`."""
         self._step, self._time = step, time.perf_counter()
 
+    def exclude(self, seconds: float) -> None:
+        """Leave out the last `seconds`, in which nothing was trained."""
+        self._time = min(self._time + seconds, time.perf_counter())
+
     def interval(self, step: int) -> dict[str, float]:
         """PaddleNLP's `interval_*` fields since the last call or `restart`."""
         now = time.perf_counter()

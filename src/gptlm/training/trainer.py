@@ -15,6 +15,7 @@ Overridden, and why:
 import logging
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,9 @@ class PretrainTrainer(Trainer):
             self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
             if not math.isfinite(pending):
                 raise GptlmError(self._not_a_number(pending))
+        started = time.perf_counter()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        self.throughput.exclude(time.perf_counter() - started)
 
     def _not_a_number(self, value: float) -> str:
         good = [entry for entry in self.state.log_history if math.isfinite(entry.get("loss", math.nan))]

@@ -1,0 +1,202 @@
+"""The data path against what the originals do, in one run on one machine.
+
+    python benchmarks/data.py [--input TEXT.jsonl --vocab_file V --merge_file M] [--megabytes 24] [--short_documents N]
+
+Prints: preprocessing in MB/s and as a ratio to a loop of `tokenizer.encode` per document in a pool of worker processes
+(what Megatron-LM's preprocess_data.py does), with 1 and 2 workers; building the sample index of 8 million documents and
+8.8 billion tokens; reading batches of 2048 tokens in one process; memory while preprocessing many short documents.
+Without --input the text is Python's own library, the vocabulary one trained on it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+from tokenizers import Tokenizer
+
+from gptlm.data.blocks import BlockDataset
+from gptlm.data.collate import collate_blocks
+from gptlm.data.corpus import read_batches
+from gptlm.data.indexed import open_tokens
+from gptlm.data.order import build_order
+from gptlm.data.preprocess import EncodeSettings, write_corpus
+from gptlm.data.writer import IndexedTokensWriter
+
+LONGER = 10
+ROUNDS = 3  # the best of so many is reported
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", help="a .jsonl with the key text")
+    parser.add_argument("--vocab_file")
+    parser.add_argument("--merge_file")
+    parser.add_argument(
+        "--megabytes", type=float, default=24, help="text of one measurement; repeated if there is less"
+    )
+    parser.add_argument("--short_documents", type=int, default=2_000_000)
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, numpy {np.__version__}")
+    with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
+        folder = Path(name)
+        measure_preprocessing(folder, arguments)
+        measure_index()
+        measure_reading(folder)
+        measure_memory(folder, arguments.short_documents)
+
+
+# Preprocessing ----------------------------------------------------------------------------------------------------
+
+
+def measure_preprocessing(folder: Path, arguments: argparse.Namespace) -> None:
+    from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer  # heavy: workers import this file
+
+    texts = (
+        [json.loads(line)["text"] for line in open(arguments.input, encoding="utf-8")]
+        if arguments.input
+        else [file.read_text(errors="replace") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    )
+    if arguments.vocab_file:
+        tokenizer = load_gpt2_files(arguments.vocab_file, arguments.merge_file)
+    else:
+        tokenizer = train_tokenizer(texts, 8192)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    whole = sum(map(len, lines))
+    for name, factor in (("text", 1), ("long", LONGER)):  # the fast one needs more to do than to start
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for _ in range(max(1, round(arguments.megabytes * 1e6 / whole)) * factor):
+                file.writelines(lines)
+    size = (folder / "text.jsonl").stat().st_size / 1e6
+    print(f"\npreprocessing {size:.1f} MB ({whole / 1e6:.1f} MB of different text)")
+    print(f"{'':<44}{'1 worker':>14}{'2 workers':>14}{'2 over 1':>10}")
+    loop = [_rate(size, partial(_encode_loop, folder, workers)) for workers in (1, 2)]
+    print(f"{'tokenizer.encode per document':<44}{loop[0]:>9.2f} MB/s{loop[1]:>9.2f} MB/s{loop[1] / loop[0]:>10.2f}")
+    reference = (folder / "loop.bin").read_bytes()
+    for backend, text, factor in (("tokenizers", "text", 1), ("gigatoken", "long", LONGER)):
+        ours = [_rate(size * factor, partial(_preprocess, folder, text, backend, workers)) for workers in (1, 2)]
+        assert (folder / "ours.bin").read_bytes() == reference * factor, backend
+        name = f"gptlm, --tokenizer_backend {backend}"
+        print(f"{name:<44}{ours[0]:>9.2f} MB/s{ours[1]:>9.2f} MB/s{ours[1] / ours[0]:>10.2f}")
+        print(f"{'  ratio to the loop':<44}{ours[0] / loop[0]:>14.2f}{ours[1] / loop[1]:>14.2f}")
+
+
+def _rate(size: float, work: Callable[[], None]) -> float:
+    return size / min(_seconds(work) for _ in range(ROUNDS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _preprocess(folder: Path, text: str, backend: str, workers: int) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    writer = IndexedTokensWriter(str(folder / "ours"), tokenizer.get_vocab_size())
+    settings = EncodeSettings(str(folder / "tokenizer.json"), ("text",), None, False, False, backend=backend)
+    write_corpus(read_batches([folder / f"{text}.jsonl"]), settings, [writer], workers=workers)
+    writer.finish({})
+
+
+def _encode_loop(folder: Path, workers: int) -> None:
+    """As Megatron-LM: a line to a worker, its ids back as a list, each document written by itself."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    dtype = np.uint16 if vocab_size < 65500 else np.int32
+    with (
+        multiprocessing.get_context("spawn").Pool(workers, _load, [str(folder / "tokenizer.json")]) as pool,
+        open(folder / "text.jsonl", encoding="utf-8") as lines,
+        open(folder / "loop.bin", "wb") as file,
+    ):
+        for ids, _ in pool.imap(_encode_line, lines, 32):
+            file.write(np.array(ids, dtype=dtype).tobytes(order="C"))
+
+
+def _load(tokenizer_file: str) -> None:
+    _encode_line.tokenizer = Tokenizer.from_file(tokenizer_file)  # type: ignore[attr-defined]
+    _encode_line.tokenizer.encode_special_tokens = True  # type: ignore[attr-defined]
+
+
+def _encode_line(line: str) -> tuple[list[int], int]:
+    return _encode_line.tokenizer.encode(json.loads(line)["text"]).ids, len(line)  # type: ignore[attr-defined]
+
+
+# Order and reading ------------------------------------------------------------------------------------------------
+
+
+def measure_index() -> None:
+    sizes = np.random.RandomState(0).randint(200, 2001, 8_000_000).astype(np.int32)
+    tokens = int(sizes.sum(dtype=np.int64))
+    samples = (tokens - 1) // 2048
+
+    def build() -> None:
+        build_order(sizes, 0, len(sizes), num_samples=samples, seq_length=2048, seed=1, data_order="paddlenlp")
+
+    seconds = min(_seconds(build) for _ in range(ROUNDS))
+    print(f"\nindex of {len(sizes):,} documents, {tokens / 1e9:.1f} billion tokens: {seconds:.2f} s")
+
+
+def measure_reading(folder: Path) -> None:
+    rng = np.random.RandomState(0)
+    writer = IndexedTokensWriter(str(folder / "read"), 50257)
+    for _ in range(20):
+        lengths = rng.randint(200, 2001, 10_000)
+        writer.add(rng.randint(0, 50257, int(lengths.sum())), lengths)
+    writer.finish({})
+    tokens = open_tokens(str(folder / "read"))
+    samples = (writer.total - 1) // 2048
+    order = build_order(
+        tokens.sizes, 0, len(tokens), num_samples=samples, seq_length=2048, seed=1, data_order="paddlenlp"
+    )
+    dataset = BlockDataset(tokens, order)
+
+    def read() -> None:
+        for start in range(0, 16_000, 8):
+            collate_blocks([dataset[i] for i in range(start, start + 8)])
+
+    seconds = min(_seconds(read) for _ in range(ROUNDS))
+    speed = 16_000 * 2048 / seconds / 1e6
+    print(f"reading {writer.total / 1e6:.0f} M tokens in batches of 8 x 2048: {speed:.0f} M tokens/s")
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def measure_memory(folder: Path, documents: int) -> None:
+    """In a process of its own, so that nothing earlier counts."""
+    with open(folder / "short.jsonl", "w") as file:
+        for start in range(0, documents, 1000):
+            file.writelines(f'{{"text": "word {i}"}}\n' for i in range(start, min(start + 1000, documents)))
+    process = multiprocessing.get_context("spawn").Process(target=_short_documents, args=(folder, documents))
+    process.start()
+    process.join()
+
+
+def _short_documents(folder: Path, documents: int) -> None:
+    writer = IndexedTokensWriter(str(folder / "short"), 50257)
+    settings = EncodeSettings(str(folder / "tokenizer.json"), ("text",), 0, True, False, backend="gigatoken")
+    marks: list[tuple[int, float]] = []
+
+    def note(progress) -> None:
+        if progress.documents >= documents * len(marks) // 8:
+            marks.append((progress.documents, psutil.Process().memory_info().rss / 2**20))
+
+    write_corpus(read_batches([folder / "short.jsonl"]), settings, [writer], workers=2, on_progress=note)
+    writer.finish({})
+    shown = ", ".join(f"{count / 1e6:.2f} M: {megabytes:.0f} MB" for count, megabytes in marks[1:])
+    print(f"\n{documents:,} short documents, memory of the writing process after {shown}")
+
+
+if __name__ == "__main__":
+    main()
