@@ -25,7 +25,6 @@ import psutil
 from tokenizers import Tokenizer
 
 from gptlm.data.blocks import BlockDataset
-from gptlm.data.collate import collate_blocks
 from gptlm.data.corpus import read_batches
 from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order
@@ -148,6 +147,8 @@ def measure_index() -> None:
 
 
 def measure_reading(folder: Path) -> None:
+    from gptlm.data.collate import collate_blocks  # brings torch
+
     rng = np.random.RandomState(0)
     writer = IndexedTokensWriter(str(folder / "read"), 50257)
     for _ in range(20):

@@ -9,13 +9,15 @@ input="" data_dir=./data more=""
 workers=$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 for word in "$@"; do
     case $word in
-        --input=*) input=${word#*=} ;;
+        --input=?*) input=${word#*=} ;;
         --data_dir=*) data_dir=${word#*=} ;;
         --workers=*) workers=${word#*=} ;;
         --more=*) more=${word#*=} ;;
+        -h | --help) sed -n '2,5s/^# *//p' "$0"; exit 0 ;;
         *) echo "unknown: $word; known: --input=TEXT --data_dir=DIR --workers=N --more=\"FLAGS\"" >&2; exit 2 ;;
     esac
 done
+python=$(command -v python || command -v python3)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "$data_dir"
 
@@ -38,6 +40,6 @@ if [ -z "$input" ]; then
 fi
 
 # shellcheck disable=SC2086  # more is several words
-exec python "$here/preprocess_data.py" --input "$input" --output-prefix "$data_dir/my-gpt" \
+exec "$python" "$here/preprocess_data.py" --input "$input" --output-prefix "$data_dir/my-gpt" \
     --vocab "$data_dir/gpt2-vocab.json" --merge-file "$data_dir/gpt2-merges.txt" \
     --tokenizer-type GPT2BPETokenizer --dataset-impl mmap --split-sentences --workers "$workers" $more

@@ -28,11 +28,16 @@ def test_several_keys_need_megatron_s_names():
         parse_preprocess(["--input_path", "a.jsonl", "--json-keys", "title", "text", *REST])
 
 
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/", "-1/2"])
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/", "-1/2", "²/3", "1/2/3"])
 def test_a_shard_is_i_of_n(shard):
     with pytest.raises(UsageError, match="expected i/n with i from 1 to n"):
         parse_preprocess(["--input", "a.jsonl", "--shard", shard, *REST])
     assert parse_preprocess(["--input", "a.jsonl", "--shard", "2/8", *REST]).shard == (2, 8)
+
+
+def test_a_limit_does_not_go_with_shards():
+    with pytest.raises(UsageError, match="--max_doc_num counts documents of the whole input"):
+        parse_preprocess(["--input", "a.jsonl", "--shard", "1/2", "--max_doc_num", "3", *REST])
 
 
 def test_flags_of_sentences_are_noted_without_them_and_explained_with_them():

@@ -238,3 +238,45 @@ def test_an_array_of_strings_is_no_array_of_documents(tmp_path):
     (tmp_path / "a.json").write_text('["{}", "b"]')
     with pytest.raises(GptlmError, match=r"a.json, document 1: str instead of an object"):
         list(read_texts(str(tmp_path / "a.json")))
+
+
+@pytest.mark.parametrize(("name", "split"), [("a.jsonl", "line"), ("a.txt", "line")])
+def test_a_cut_inside_the_byte_order_mark_loses_nothing(tmp_path, name, split):
+    lines = ['{"text": "hello one"}', '{"text": "two"}']
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n")
+    size = (tmp_path / name).stat().st_size
+    found = []
+    for part in range(1, size + 1):  # one byte per shard
+        for batch in read_batches([tmp_path / name], split, shard=(part, size)):
+            found += [text for (text,) in texts_of(batch, ["text"])]
+    assert found == (["hello one", "two"] if name == "a.jsonl" else lines)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    line = json.dumps({"text": "x" * 100}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 20_000)
+    batches = read_batches([tmp_path / "a.jsonl"])
+    first = next(batches)
+    (tmp_path / "a.jsonl").write_text(line * 10)
+    with pytest.raises(GptlmError, match="a.jsonl became shorter"):
+        texts_of(first, ["text"])
+    with pytest.raises(GptlmError, match="a.jsonl became shorter"):
+        list(batches)
+
+
+def test_datasets_inside_folders_and_empty_ones(tmp_path):
+    from datasets import Dataset
+
+    for name, texts in (("one", ["a", "b"]), ("none", []), ("two", ["c"])):
+        Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "in" / name)
+    (tmp_path / "in" / "z.jsonl").write_text('{"text": "d"}\n')
+    for path in (tmp_path / "in", tmp_path / "in" / "*", tmp_path / "in" / "**"):
+        assert list(read_texts(str(path))) == ["a", "b", "c", "d"], path
+    files = list_files(str(tmp_path / "in"))
+    found = [
+        text
+        for part in range(1, 61)
+        for batch in read_batches(files, shard=(part, 60))
+        for (text,) in texts_of(batch, ["text"])
+    ]
+    assert found == ["a", "b", "c", "d"]

@@ -1,6 +1,8 @@
 """Encoding: ids, end-of-text, order, and equality with the original tools' files."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -247,6 +249,32 @@ def test_a_document_of_40_megabytes(corpus, tmp_path, tokenizer):
     assert progress.read > 39e6 and len(tokens) == 1
     assert len(tokens.get(0)) == len(once) + again * (2_100_000 - 2)
     assert tokens.get(0)[: len(once)].tolist() == once
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_an_interrupted_run_cleans_up(tmp_path, tokenizer, signals):
+    """Ctrl-C (to the whole group, as terminals do), twice, and what batch systems send: gone at once, nothing left."""
+    tokenizer.save_pretrained(tmp_path / "tok")
+    (tmp_path / "t.jsonl").write_text('{"text": "document says word"}\n' * 400_000)
+    words = ["--input_path", "t.jsonl", "--model_name_or_path", "tok", "--workers", "2", "--output_prefix", "d/c"]
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), *words],
+        cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    temporary = tmp_path / "d" / "c.bin.incomplete"
+    deadline = time.monotonic() + 60
+    while not (temporary.exists() and temporary.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
+    for number in signals:
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        time.sleep(0.2)
+    assert process.wait(timeout=20) != 0
+    assert "Traceback" not in process.stderr.read()
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert not list((tmp_path / "d").iterdir()) and not list((tmp_path / "tmp").glob("gptlm-*"))
 
 
 def test_workers_end_with_their_parent(tmp_path, tokenizer):

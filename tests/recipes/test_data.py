@@ -154,6 +154,35 @@ def test_merge_joins_in_order_and_keeps_documents_of_several_sequences(tmp_path,
     assert code == 1 and "outside the vocabulary of 5" in err and not list(tmp_path.glob("small*"))
 
 
+def test_merging_guards_its_inputs(tmp_path, capsys):
+    """By whatever name the output is one of the inputs; a missing corpus; a bad document index; another run's shard."""
+    write_tokens(tmp_path / "a", documents=3)
+    write_tokens(tmp_path / "b", documents=3)
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "a.bin", "--output_prefix", f"{tmp_path}/x/../a")
+    assert code == 1 and "one of the inputs" in err
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "a", "--output_prefix", f"{tmp_path}/")
+    assert code == 2 and "this is a folder" in err
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "a", tmp_path / "c", "--output_prefix", tmp_path / "m")
+    assert code == 1 and "c.idx does not exist" in err
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "a", "--output_prefix", "/proc/x/m")
+    assert code == 1 and "cannot write /proc/x/m" in err
+    for name, number, of in (("a", 1, "one"), ("b", 2, "another")):
+        path = tmp_path / f"{name}.meta.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "shard": [number, 2], "shard_of": of}))
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "b", tmp_path / "a", "--output_prefix", tmp_path / "m")
+    assert code == 1 and "not of one input and one command" in err
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shard": 3}))
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "b", tmp_path / "a", "--output_prefix", tmp_path / "m")
+    assert code == 1 and "has the shard 3" in err and not list(tmp_path.glob("m*"))
+    np.save(tmp_path / "d_ids.npy", np.arange(6, dtype=np.int32))
+    np.savez(tmp_path / "d_idx.npz", lens=np.array([1, 2, 3], np.int32), docs=np.array([0, 5, 3]))
+    code, _, err = run(capsys, "merge", "--input", tmp_path / "d", "--output_prefix", tmp_path / "m")
+    assert code == 1 and "document 2 begins before" in err
+    np.savez(tmp_path / "d_idx.npz", lens=np.array([1, 2, 3], np.int32), docs=np.array([0.0, 1.5, 3]))
+    code, _, err = run(capsys, "check", tmp_path / "d")
+    assert code == 1 and "'docs' is float64" in err
+
+
 def test_corpora_of_different_tokenizers_are_not_merged(tmp_path, capsys):
     for name in ("a", "b"):
         write_tokens(tmp_path / name)

@@ -86,6 +86,9 @@ def parse_copy(argv: Sequence[str]) -> CopyArguments:
     """Raises UsageError listing everything that is wrong."""
     values = parse(COPY, argv).values
     problems = [f"--{name} is missing" for name in ("input", "output_prefix") if not values[name]]
+    if (values["output_prefix"] or "").endswith("/"):
+        problems.append(f"--output_prefix {values['output_prefix']}: expected folder/name, this is a folder")
+    values["input"] = [_prefix(name) for name in values["input"]]
     if values["vocab_size"] is not None and values["vocab_size"] < 1:
         problems.append(f"--vocab_size {values['vocab_size']}: expected at least 1")
     if problems:
@@ -101,6 +104,14 @@ def parse_prefix(argv: Sequence[str]) -> PrefixArguments:
     values = parse(PREFIX, words).values
     if not values["prefix"]:
         raise UsageError("the prefix of the token files is missing: gptlm data check PREFIX")
-    for suffix in (".bin", ".idx", "_ids.npy", "_idx.npz"):
-        values["prefix"] = values["prefix"].removesuffix(suffix)
+    values["prefix"] = _prefix(values["prefix"])
+    if values["vocab_size"] is not None and values["vocab_size"] < 1:
+        raise UsageError(f"--vocab_size {values['vocab_size']}: expected at least 1")
     return build(PrefixArguments, values)
+
+
+def _prefix(name: str) -> str:
+    """The prefix, where one file of the pair was named."""
+    for suffix in (".bin", ".idx", "_ids.npy", "_idx.npz", "_ids.npz"):
+        name = name.removesuffix(suffix)
+    return name

@@ -56,10 +56,10 @@ class PreprocessArguments:
         "what training shuffles as one: sentence is what the originals make of split_sentences",
         choices=SEQUENCE_LEVELS,
     )
-    shard: str = arg("1/1", "i/n: encode only the i-th of n parts, for n machines; gptlm data merge joins the results")
+    shard: str = arg("1/1", "i/n: encode only the i-th of n parts, into PREFIX_0000i-of-0000n; see gptlm data merge")
     tokenizer_backend: str = arg(
         "tokenizers",
-        "gigatoken: the same ids, many times faster (pip install 'gptlm[fast]')",
+        "gigatoken: the same ids (but for letters younger than Unicode 14), many times faster; extra 'fast'",
         choices=TOKENIZER_BACKENDS,
     )
     append_eos: bool = arg(False, "end every document with the end-of-text id")
@@ -152,6 +152,8 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
     shard = _shard(values["shard"])
     if shard is None:
         problems.append(f"--shard {values['shard']}: expected i/n with i from 1 to n, like 2/8")
+    elif shard != (1, 1) and values["max_doc_num"] is not None:
+        problems.append("--max_doc_num counts documents of the whole input; leave it out with --shard")
     problems += _tokenizer_problems(parsed)
     _note_sentences(parsed)
     megatron = parsed.words.get("input_path") == "input"
@@ -210,10 +212,11 @@ def parse_demo(argv: Sequence[str]) -> DemoArguments:
 
 
 def _shard(text: str) -> tuple[int, int] | None:
-    part, _, parts = text.partition("/")
-    if not (part.strip().isdigit() and parts.strip().isdigit() and 1 <= int(part) <= int(parts)):
+    try:
+        part, parts = (int(word) for word in text.split("/"))
+    except ValueError:
         return None
-    return int(part), int(parts)
+    return (part, parts) if 1 <= part <= parts else None
 
 
 def _note_sentences(parsed: Parsed) -> None:
@@ -226,11 +229,14 @@ def _note_sentences(parsed: Parsed) -> None:
         if values["chinese"]:
             parsed.note("--chinese has no effect: byte-level BPE encodes every language")
         values["sequence_level"] = "document"
-    elif values["sequence_level"] == "document":
+        return
+    if values["chinese"] and parsed.sources["lang"] != "default":
+        parsed.note(f"--lang {values['lang']} has no effect: with --chinese each line is a sentence")
+    if values["sequence_level"] == "document":
         parsed.note(
-            "--split_sentences: text is encoded sentence by sentence and each document stays one sequence; in the "
-            "originals each sentence is a sequence, and GPT training shuffles the sentences of all documents "
-            "(--sequence_level sentence does that)"
+            "--split_sentences: text is encoded sentence by sentence, white space between them is dropped "
+            "(--keep_newlines keeps it), and each document stays one sequence; in the originals each sentence is a "
+            "sequence, and GPT training shuffles the sentences of all documents (--sequence_level sentence does that)"
         )
     else:
         parsed.note(

@@ -83,3 +83,7 @@ class BlendedDataset:
     def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
         """Sample i as its part's `pieces`."""
         return self.datasets[self.parts[i]].pieces(int(self.samples[i]))
+
+    def documents_of(self, i: int) -> list[int]:
+        """The documents of `pieces(i)` in its part."""
+        return self.datasets[self.parts[i]].documents_of(int(self.samples[i]))

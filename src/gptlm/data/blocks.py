@@ -26,6 +26,11 @@ class BlockDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         return join(self.pieces(i))
 
+    def documents_of(self, i: int) -> list[int]:
+        """The document each of `pieces(i)` belongs to; a document may be several sequences."""
+        sequences = [sequence for sequence, _, _ in self.pieces(i)]
+        return np.searchsorted(self.tokens.document_starts, sequences, side="right").tolist()
+
     def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
         """Sample i as views: (sequence, offset of its first token in the sequence, ids) of each document in it."""
         row = int(self.order.shuffle[i])
@@ -50,7 +55,15 @@ class BlocksWithDocuments:
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, list[int]]:
         pieces = self.dataset.pieces(i)
-        return join(pieces), [len(ids) for _, _, ids in pieces if len(ids)]
+        lengths: list[int] = []
+        before = None
+        for (sequence, _, ids), document in zip(pieces, self.dataset.documents_of(i), strict=True):
+            if before == (sequence - 1, document):  # the next sentence of the same document
+                lengths[-1] += len(ids)
+            elif len(ids):
+                lengths.append(len(ids))
+            before = (sequence, document)
+        return join(pieces), lengths
 
 
 def join(pieces: list[tuple[int, int, np.ndarray]]) -> np.ndarray:

@@ -32,10 +32,10 @@ def list_files(path: str) -> list[Path]:
         if is_dataset(Path(path)):
             return [Path(path)]
         _refuse_several_splits(Path(path))
-        found = [file for file in Path(path).rglob("*") if file.is_file() and not _is_ours(file)]
+        found = [file for file in Path(path).rglob("*") if not _is_ours(file)]
     else:
         found = [Path(name) for name in glob.glob(path, recursive=True)]
-        found = [file for file in found if file.is_file() or is_dataset(file)]
+    found = [file for file in found if is_dataset(file) or (file.is_file() and not is_dataset(file.parent))]
     files = sorted(file for file in found if _kind(file) is not None)
     if not files:
         what = f"{len(found)} files, none" if found else "no file"

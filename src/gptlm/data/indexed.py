@@ -206,6 +206,8 @@ def _arrays(
         raise GptlmError(f"{tokens_path} holds a {tokens.dtype} array of shape {tokens.shape}; expected 1-D integers")
     if sizes.dtype != np.int32 or sizes.ndim != 1:
         raise GptlmError(f"{index_path}: 'lens' is {sizes.dtype} of shape {sizes.shape}; expected 1-D int32")
+    if documents.ndim != 1 or documents.dtype.kind not in "iu":
+        raise GptlmError(f"{index_path}: 'docs' is {documents.dtype} of shape {documents.shape}; expected 1-D integers")
     _check_sizes(index_path, sizes)
     if (total := int(sizes.sum(dtype=np.int64))) != len(tokens):
         raise GptlmError(

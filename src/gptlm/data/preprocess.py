@@ -1,15 +1,17 @@
 """Texts to token files: encode in parallel, keep the order, keep memory flat."""
 
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from multiprocessing import get_context, parent_process
-from threading import Thread
+from multiprocessing import active_children, get_context, parent_process
+from threading import Thread, current_thread, main_thread
 
 import numpy as np
 
@@ -178,7 +180,8 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
     try:
         in_flight: deque = deque()
         for group in groups:
-            in_flight.append(pool.submit(_encode_group, settings, group))
+            with _interrupts_ignored() if not in_flight else nullcontext():  # the first one starts the workers
+                in_flight.append(pool.submit(_encode_group, settings, group))
             if len(in_flight) >= workers * GROUPS_AHEAD:
                 yield from in_flight.popleft().result()
         while in_flight:
@@ -188,8 +191,27 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
             f"one of the {workers} worker processes died (killed, or out of memory); "
             "nothing was written, try fewer --workers"
         ) from error
+    except (KeyboardInterrupt, SystemExit):
+        with _interrupts_ignored():  # a second Ctrl-C finds nothing half closed
+            for worker in active_children():
+                worker.terminate()
+            pool.shutdown(wait=True, cancel_futures=True)
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C is not for the workers: processes started inside ignore it, and end with their parent."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:

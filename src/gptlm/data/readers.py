@@ -61,9 +61,12 @@ def split_lines(batch: Batch) -> Batch:
         try:
             with open(batch.file, "rb") as file:
                 file.seek(content[0])
-                content = file.read(content[1] - content[0])
+                size = content[1] - content[0]
+                content = file.read(size)
         except OSError as error:
             raise GptlmError(f"cannot read {batch.file}: {error}") from error
+        if len(content) < size:
+            raise GptlmError(f"{batch.file} became shorter while it was read; preprocess it again when it is whole")
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=batch.numbers[0]) if line.strip()]
     return replace(batch, numbers=[number for number, _ in lines], records=[line for _, line in lines])
 
@@ -111,13 +114,14 @@ def _read_stream(file: Path, kind: str, txt_split: str, span: Span) -> Iterator[
             raw.seek(span[0] - 1)
             raw.readline()  # the rest of a line that begins before the span
         skipped = raw.tell() if span[0] > 0 else 0
-        end = span[1] if by_line else None
+        # a mark is part of the first line, which belongs to the shard of byte 0 even where a cut falls into the mark
+        end = (max(span[1], raw.tell() + 1) if span[0] == 0 else span[1]) if by_line else None
         if array:
             yield from _batched(_array_documents(stream, file), str(file), False, raw, skipped)
         elif kind == ".txt":
             yield from _batched(_plain_documents(_lines(stream, end), txt_split), str(file), True, raw, skipped)
-        elif by_line:
-            yield from _line_ranges(raw, str(file), span[1])
+        elif end is not None:
+            yield from _line_ranges(raw, str(file), end)
         else:
             yield from _line_batches(stream, str(file), raw)
 
@@ -129,6 +133,8 @@ def _line_ranges(raw: BinaryIO, file: str, end: int) -> Iterator[Batch]:
         raw.seek(min(begins + BATCH_BYTES, end) - 1)
         raw.readline()
         ends = raw.tell()
+        if ends < min(begins + BATCH_BYTES, end):
+            raise GptlmError(f"{file} became shorter while it was read; preprocess it again when it is whole")
         yield Batch(file, [1], (begins, ends), False, ends - begins, begins)
         begins = ends
 
@@ -175,9 +181,14 @@ def _read_dataset(folder: Path, keys: Sequence[str], span: Span) -> Iterator[Bat
 
     size = max(1, size_of(folder))
     try:
-        table = Dataset.load_from_disk(str(folder))
+        try:
+            table = Dataset.load_from_disk(str(folder))
+        except IndexError:  # how `datasets` meets one without rows
+            return
         _require_columns(folder, keys, table.column_names)
         first, last = (-(-edge * len(table) // size) for edge in span)  # row i lies at byte i x size / rows
+        if first >= last:
+            return
         rows = table.select_columns(list(keys)).select(range(first, last))
         for start in range(0, len(rows), ROWS):
             columns = rows[start : start + ROWS]

@@ -46,8 +46,9 @@ def _punkt(language: str) -> Any:
         ) from error
     try:
         return PunktTokenizer(language)
-    except LookupError as error:
+    except (LookupError, ValueError, OSError) as error:
         raise GptlmError(
             f"--split_sentences: nltk has no data for {language!r}; python -m nltk.downloader punkt_tab fetches it "
-            "(for a machine without network copy the folder nltk_data/tokenizers/punkt_tab and set NLTK_DATA)"
+            "(for a machine without network copy the folder nltk_data/tokenizers/punkt_tab and set NLTK_DATA); "
+            "languages have their English names, like english or german"
         ) from error

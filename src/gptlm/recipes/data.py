@@ -60,12 +60,7 @@ def check(arguments: PrefixArguments) -> None:
         GptlmError: naming the first thing that is wrong.
     """
     tokens, facts = _open(arguments)
-    documents = tokens.document_starts
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(tokens):
-        raise GptlmError(f"{tokens.prefix}: the document index does not run from 0 to {len(tokens)}; preprocess again")
-    falls = np.flatnonzero(np.diff(documents) < 0)
-    if len(falls):
-        raise GptlmError(f"{tokens.prefix}: document {int(falls[0]) + 1} begins before the one before it")
+    _check_documents(tokens)
     vocab_size = arguments.vocab_size or facts.get("vocab_size")
     low, high = id_range(tokens)
     bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
@@ -80,6 +75,15 @@ def check(arguments: PrefixArguments) -> None:
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
     print(f"{tokens.prefix} is whole: {counts}, ids {low} to {high} ({known})")
+
+
+def _check_documents(tokens: IndexedTokens) -> None:
+    documents = tokens.document_starts
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(tokens):
+        raise GptlmError(f"{tokens.prefix}: the document index does not run from 0 to {len(tokens)}; preprocess again")
+    falls = np.flatnonzero(np.diff(documents) < 0)
+    if len(falls):
+        raise GptlmError(f"{tokens.prefix}: document {int(falls[0]) + 1} begins before the one before it")
 
 
 def stats(arguments: PrefixArguments) -> None:
@@ -111,8 +115,10 @@ def copy(arguments: CopyArguments) -> None:
         GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
     """
     prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
+    for prefix in prefixes:
+        _check_documents(open_tokens(prefix))
     prefixes = _shards_in_order(prefixes)
-    if arguments.output_prefix in prefixes:
+    if Path(arguments.output_prefix or "").resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise GptlmError(f"--output_prefix {arguments.output_prefix} is one of the inputs; give another")
     sources = [open_tokens(prefix) for prefix in prefixes]
     facts = [read_metadata(prefix) for prefix in prefixes]
@@ -123,25 +129,28 @@ def copy(arguments: CopyArguments) -> None:
         )
     known = [fact["vocab_size"] for fact in facts if "vocab_size" in fact]
     vocab_size = arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source)[1] for source in sources)
-    writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)
+    writer = None
     try:
+        writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)
         for source in sources:
             writer.copy(source)
         kept = {key: value for key, value in facts[0].items() if key.startswith(("tokenizer", "eos", "append"))}
-        if len(sources) == 1 and "shard" in facts[0]:
-            kept["shard"] = facts[0]["shard"]
+        if len(sources) == 1:
+            kept |= {key: facts[0][key] for key in ("shard", "shard_of") if key in facts[0]}
         written = writer.finish(kept)
     except OSError as error:
         raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
     finally:
-        writer.abandon()
+        if writer is not None:
+            writer.abandon()
     print(f"{len(sources)} corpora, {len(writer.sizes)} sequences, {writer.total:,} tokens")
     print(f"written: {', '.join(map(str, written))}")
 
 
 def _shards_in_order(prefixes: list[str]) -> list[str]:
     """Shards are joined in their own order and all of them or none; other corpora as they were named."""
-    shards = {prefix: tuple(read_metadata(prefix).get("shard") or ()) for prefix in prefixes}
+    facts = {prefix: read_metadata(prefix) for prefix in prefixes}
+    shards = {prefix: _shard_of(prefix, fact) for prefix, fact in facts.items()}
     if len(prefixes) == 1 or not any(shards.values()):
         return prefixes
     ordered = sorted(prefixes, key=lambda prefix: shards[prefix])
@@ -150,7 +159,19 @@ def _shards_in_order(prefixes: list[str]) -> list[str]:
     if [shards[prefix] for prefix in ordered] != wanted:
         found = ", ".join(f"{shard[0]}/{shard[1]}" if shard else "a whole corpus" for shard in shards.values())
         raise GptlmError(f"shards are merged when all {parts} are there, each once; found {found}")
+    if len({facts[prefix].get("shard_of") for prefix in prefixes}) > 1:
+        raise GptlmError(
+            "the shards are not of one input and one command (files and their sizes, key, end-of-text, sentences); "
+            "make them with the same flags from the same files"
+        )
     return ordered
+
+
+def _shard_of(prefix: str, facts: dict) -> tuple[int, ...]:
+    shard = facts.get("shard", [])
+    if not (isinstance(shard, list) and len(shard) in (0, 2) and all(isinstance(number, int) for number in shard)):
+        raise GptlmError(f"{prefix}.meta.json has the shard {shard!r}; expected two numbers")
+    return tuple(shard)
 
 
 def index(run: PretrainRun) -> None:

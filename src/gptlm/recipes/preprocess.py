@@ -1,8 +1,12 @@
 """Text to token files: tokenizer -> encode in parallel -> write -> names and metadata."""
 
+import hashlib
+import json
 import logging
+import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,6 +16,7 @@ from gptlm.config.tools import PreprocessJob
 from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
+from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
@@ -32,6 +37,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         GptlmError: if input, tokenizer or disk fail; nothing is left under the final names then.
     """
     start_logging(speaks=True)
+    if threading.current_thread() is threading.main_thread():  # batch systems end jobs so: clean up as for Ctrl-C
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for note in job.notes:
         logger.info("%s", note)
     arguments = job.arguments
@@ -49,13 +56,15 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         if not writers[0].total and job.shard == (1, 1):
             raise GptlmError(f"{arguments.input_path} holds no text under {' '.join(arguments.json_keys)}")
         facts = {
-            **({"shard": list(job.shard)} if job.shard != (1, 1) else {}),
             "tokenizer": name,
             "tokenizer_fingerprint": fingerprint(tokenizer),
             "eos_token_id": tokenizer.eos_token_id,
             "append_eos": arguments.append_eos,
         }
-        written = [path for writer in writers for path in writer.finish(facts)]
+        written = []
+        for key, writer in zip(arguments.json_keys, writers, strict=True):
+            shard = {"shard": list(job.shard), "shard_of": _identity(job, files, key)} if job.shard != (1, 1) else {}
+            written += writer.finish(facts | shard)
     except OSError as error:
         raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
     finally:
@@ -99,7 +108,12 @@ def _encode(
     arguments = job.arguments
     with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:
         tokenizer_file = str(Path(folder) / "tokenizer.json")
-        tokenizer.backend_tokenizer.save(tokenizer_file)
+        try:
+            Path(tokenizer_file).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+        except OSError as error:
+            raise GptlmError(
+                f"cannot write into {folder}: {error.strerror}; set TMPDIR to a folder with room"
+            ) from error
         settings = EncodeSettings(
             tokenizer_file=tokenizer_file,
             keys=tuple(arguments.json_keys),
@@ -123,6 +137,16 @@ def _encode(
                 max_documents=arguments.max_doc_num,
                 on_progress=bar.show,
             )
+
+
+def _identity(job: PreprocessJob, files: list[Path], key: str) -> str:
+    """What shards must have in common to be parts of one corpus."""
+    arguments = job.arguments
+    names = ("txt_split", "split_sentences", "keep_newlines", "lang", "chinese", "sequence_level", "append_eos")
+    flags = {name: getattr(arguments, name) for name in (*names, "allow_special_tokens", "on_error")}
+    listed = [(file.name, size_of(file)) for file in files]
+    content = json.dumps([flags, job.megatron, key, listed])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _language(job: PreprocessJob) -> str | None:
