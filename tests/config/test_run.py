@@ -78,12 +78,18 @@ def test_what_is_not_built_is_refused_by_name():
     for flags, world, name in (
         ("--tensor_parallel_degree 2", 2, "tensor_parallel_degree 2"),
         ("--pipeline_parallel_degree 2", 2, "pipeline_parallel_degree 2"),
-        ("--sharding stage2", 2, "sharding 'stage2'"),
-        ("--sharding 'stage2 offload'", 1, "offload"),
-        ("--deepspeed f.json", 1, "deepspeed"),
     ):
         run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
         assert len(run.refusals) == 1 and name in run.refusals[0]
+
+
+def test_sharding_in_smaller_groups():
+    for stage in ("stage1", "stage3"):
+        words = f"{BASE} --sharding {stage} --sharding_parallel_degree 2"
+        run = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "4"})
+        assert run.refusals == () and run.parallel.sharding_parallel_degree == 2
+    refused(BASE + "--sharding stage2 --sharding_parallel_degree 2", "use stage1 with this degree", world=4)
+    refused(BASE + "--sharding stage1 --sharding_parallel_degree 3", "does not divide the 4", world=4)
 
 
 def test_the_world_comes_from_the_launcher():

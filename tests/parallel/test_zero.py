@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from gptlm.parallel.zero import zero_config
+from gptlm.errors import UsageError
+from gptlm.parallel.zero import Wanted, filled, zero_config
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 
@@ -25,3 +26,65 @@ def test_there_are_no_other_files_and_no_optimizer_blocks():
 def test_stage_zero_is_refused():
     with pytest.raises(ValueError, match="stage 0"):
         zero_config(0)
+
+
+RUN = Wanted(micro_batch=4, accumulation=2, replicas=8, max_grad_norm=1.0, precision="fp16", level="O2")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_flags_and_files_give_the_same_complete_configuration(stage):
+    file = json.loads((FOLDER / f"zero{stage}.json").read_text())
+    config = filled(file, RUN)
+    assert config == filled(zero_config(stage), RUN) and "auto" not in json.dumps(config)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (4, 2)
+    assert config["gradient_clipping"] == 1.0 and file["gradient_clipping"] == "auto"  # the file's own dict stays
+
+
+@pytest.mark.parametrize(
+    ("precision", "level", "fp16", "bf16", "autocast"),
+    [
+        ("fp32", "O1", False, False, None),
+        ("fp16", "O1", False, False, "float16"),
+        ("bf16", "O1", False, False, "bfloat16"),
+        ("fp16", "O2", True, False, None),
+        ("bf16", "O2", False, True, None),
+    ],
+)
+def test_precision(precision, level, fp16, bf16, autocast):
+    wanted = Wanted(1, 1, 2, 1.0, precision, level, first_scale=1024, scale_window=500, hysteresis=2, master_grad=True)
+    config = filled(zero_config(2), wanted)
+    assert (config["fp16"]["enabled"], config["bf16"]["enabled"]) == (fp16, bf16)
+    assert config.get("torch_autocast") == (autocast and {"enabled": True, "dtype": autocast})
+    scale = {"loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
+    assert config["fp16"] == {"enabled": fp16, **scale}
+    assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if level == "O2" else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 2},
+            "train_micro_batch_size_per_gpu 2, --per_device_train_batch_size says 4",
+        ),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps 1, --gradient_accumulation_steps says 2"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, --max_grad_norm says 1"),
+        ({"train_batch_size": 63}, "another train_batch_size than 64"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled True, the flags say --fp16 --fp16_opt_level O2"),
+        ({"fp16": {"enabled": False}}, "fp16.enabled False, the flags say --fp16 --fp16_opt_level O2"),
+        ({"optimizer": {"type": "AdamW"}}, "'optimizer' block"),
+        ({"scheduler": {"type": "WarmupLR"}}, "'scheduler' block"),
+        ({"zero_optimization": {"stage": 0}}, "half precision needs ZeRO stage 1, 2 or 3"),
+    ],
+)
+def test_contradictions_name_both_values(change, says):
+    with pytest.raises(UsageError) as caught:
+        filled({**zero_config(1), **change}, RUN, "f.json")
+    assert "f.json" in str(caught.value) and says in str(caught.value)
+    assert filled({**zero_config(1), "train_batch_size": 64}, RUN)
+
+
+def test_smaller_groups_of_stage_3_share_the_weights():
+    wanted = Wanted(1, 1, 8, 1.0, "bf16", "O2", shard_degree=4)
+    assert filled(zero_config(3), wanted)["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert "zero_hpz_partition_size" not in filled(zero_config(1), wanted)["zero_optimization"]

@@ -84,6 +84,28 @@ def test_the_evaluation_does_not_depend_on_its_batches(tiny_model, corpus_folder
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
 
 
+def test_sentences_of_one_document_stay_together(tmp_path):
+    """Documents 0 and 1 have two sequences each; in file order the next sentence is no new document."""
+    np.save(tmp_path / "c_ids.npy", np.arange(12, dtype=np.int32))
+    np.savez(tmp_path / "c_idx.npz", lens=np.array([2, 3, 1, 4, 2], np.int32), docs=np.array([0, 2, 4, 5]))
+    corpora = open_corpora(str(tmp_path / "c"), "1,0,0", "fleetx")
+    dataset = build_split(
+        corpora, "train", num_samples=1, seq_length=11, seed=1, cache=IndexCache([]), data_order="fleetx"
+    )
+    assert BlocksWithDocuments(dataset)[0][1] == [5, 5, 2]
+
+
+def test_a_step_without_any_target_is_no_nan(tiny_model, tmp_path):
+    """Documents of one token, none of them a target: the loss is 0 and nothing moves."""
+    writer = IndexedTokensWriter(str(tmp_path / "c"), 500)
+    writer.add(np.arange(400) % 500, [1] * 400)
+    writer.finish({})
+    words = [*STILL, "--document_masking", "attention", "--eod_mask_loss", "--input_dir", tmp_path / "c"]
+    words += ["--max_seq_length", 16, "--do_eval", 0, "--evaluation_strategy", "no", "--learning_rate", "1e-2"]
+    words += ["--model_name_or_path", tiny_model, "--output_dir", tmp_path / "o"]
+    assert pretrain(parse_pretrain([str(word) for word in words], {}))["train_loss"] == 0
+
+
 def test_an_end_of_text_id_inside_a_document_is_no_boundary(tmp_path):
     """Documents are what the index says; ids are never looked at."""
     writer = IndexedTokensWriter(str(tmp_path / "c"), 100)

@@ -129,6 +129,10 @@ class TrainingArguments:
     bf16: bool = arg(False, "bfloat16 mixed precision")
     fp16_opt_level: str = arg("O1", "O0 none, O1 autocast, O2 half-precision weights", choices=("O0", "O1", "O2"))
     scale_loss: float = arg(32768.0, "first value of the dynamic loss scale of fp16")
+    loss_scale: float | None = arg(None, "a fixed loss scale for fp16 instead of the dynamic one")
+    loss_scale_window: int = arg(2000, "good steps after which the dynamic loss scale doubles")
+    hysteresis: int = arg(1, "overflows after which the dynamic loss scale halves")
+    min_loss_scale: float = arg(1.0, "lowest loss scale; an overflow there ends the run")
     amp_master_grad: bool = arg(False, "accumulate gradients in float32 under O2")
     recompute: bool = arg(False, "compute activations again in the backward pass instead of keeping them")
     recompute_granularity: str = arg(
@@ -147,6 +151,9 @@ class TrainingArguments:
     metric_for_best_model: str | None = arg(None, "metric that decides; unset: loss")
     greater_is_better: bool | None = arg(None, "whether a higher metric is better; unset: not for a loss")
     ignore_save_lr_and_optim: bool = arg(False, "checkpoints hold weights only and cannot be resumed from")
+    ignore_load_lr_and_optim: bool = arg(
+        False, "go on with the checkpoint's weights and sample position only: new optimizer, schedule from its start"
+    )
     resume_from_checkpoint: str | None = arg(
         None, "checkpoint folder to go on from, or true for the newest in output_dir (also the default)"
     )

@@ -19,6 +19,9 @@ AT_LEAST_ONE = (
     "save_steps",
     "logging_steps",
     "virtual_pp_degree",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
 )
 NOT_NEGATIVE = (
     "learning_rate",
@@ -38,21 +41,13 @@ def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printin
     return problems
 
 
-def not_built(parsed: Parsed, dims: ParallelDims) -> list[str]:
+def not_built(dims: ParallelDims) -> list[str]:
     """What is sensible but not implemented in this version."""
-    values = parsed.values
     refusals = []
     if dims.tensor > 1:
         refusals.append(f"tensor_parallel_degree {dims.tensor}: tensor parallelism is not built yet, use 1")
     if dims.pipeline > 1:
         refusals.append(f"pipeline_parallel_degree {dims.pipeline}: pipeline parallelism is not built yet, use 1")
-    if values["sharding"] and (dims.data > 1 or "offload" in values["sharding"]):
-        refusals.append(
-            f"sharding {values['sharding']!r} over {dims.data} replicas is not built yet; leave --sharding out: "
-            "every process then holds the whole optimizer state"
-        )
-    if values["deepspeed"]:
-        refusals.append(f"deepspeed {values['deepspeed']}: DeepSpeed is not used yet, leave it out")
     return refusals
 
 
@@ -81,8 +76,9 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
             yield f"{name} {values[name]}: expected at least 1"
     if values["decay_steps"] is not None and values["decay_steps"] <= 0:
         yield f"decay_steps {values['decay_steps']:g}: expected more than 0"
-    if values["scale_loss"] <= 0:
-        yield f"scale_loss {values['scale_loss']:g}: expected more than 0"
+    for name in ("scale_loss", "loss_scale"):
+        if values[name] is not None and not 0 < values[name] < float("inf"):
+            yield f"{name} {values[name]:g}: expected a finite number above 0"
 
 
 def _training(parsed: Parsed) -> Iterator[str]:
@@ -172,6 +168,11 @@ def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
             f"sharding_parallel_degree {degree} does not divide the {dims.data} data-parallel replicas "
             f"({dims.world} processes / ({dims.tensor} x {dims.pipeline}))"
         )
+    elif stages and 1 < degree < dims.data and stages[0] == "stage2":
+        yield (
+            f"sharding stage2 with sharding_parallel_degree {degree} of {dims.data} replicas: DeepSpeed shares "
+            "gradients over all replicas or none; use stage1 with this degree, stage3 with it, or leave the degree out"
+        )
     if values["sharding"] and values["deepspeed"]:
         yield (f"sharding {values['sharding']!r} and deepspeed {values['deepspeed']!r} both say how to shard; give one")
 
@@ -206,10 +207,8 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
     for name in PARALLEL_WORDS:
         if values[name].strip():
             note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
-    if values["recompute"] and values["recompute_granularity"] != "full":
-        note(f"--recompute_granularity {values['recompute_granularity']}: whole blocks are recomputed in this version")
-    if values["no_recompute_layers"]:
-        note("--no_recompute_layers has no effect: every block is recomputed in this version")
+    if values["no_recompute_layers"] and not values["recompute"]:
+        note("--no_recompute_layers has no effect: recompute is off")
     if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
         note("--fp16_opt_level O0 switches mixed precision off: the run is float32")
     if values["amp_master_grad"] and values["fp16_opt_level"] != "O2":

@@ -118,7 +118,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         dims=dims,
         sources=parsed.sources,
         notes=tuple(parsed.notes),
-        refusals=tuple(not_built(parsed, dims)),
+        refusals=tuple(not_built(dims)),
     )
 
 

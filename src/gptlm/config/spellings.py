@@ -5,6 +5,7 @@ Words are written with underscores; on the command line dashes do as well.
 
 # A word of PaddleNLP's other versions, of HuggingFace, or of older scripts -> the same thing in our words.
 PRETRAIN_RENAMED = {
+    "initial_loss_scale": "scale_loss",
     "sharding_degree": "sharding_parallel_degree",
     "eval_strategy": "evaluation_strategy",
     "gradient_checkpointing": "recompute",
@@ -99,10 +100,6 @@ PRETRAIN_REFUSED = {
     "sep_parallel_degree": (OFF, "segment parallelism is not implemented; use --tensor_parallel_degree"),
     "context_parallel_degree": (OFF, "context parallelism is not implemented; use --tensor_parallel_degree"),
     "autotuner_benchmark": (("", "0", "false", "no", "n", "f"), "give --max_steps 5 --save_strategy no instead"),
-    "ignore_load_lr_and_optim": (
-        ("", "0", "false", "no", "n", "f"),
-        "give the checkpoint as --model_name_or_path with --continue_training and a new --output_dir instead",
-    ),
 }
 
 # Words inside --tensor_parallel_config, --pipeline_parallel_config and --sharding_parallel_config.

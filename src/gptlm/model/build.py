@@ -1,12 +1,17 @@
 """Make the network: with random weights of a given shape, or from a folder that holds weights."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import nn
 from transformers import GPT2Config
+from transformers.initialization import no_init_weights
 
 from gptlm.errors import GptlmError
-from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.presets import Shape
 
 SUPPORTED = {  # config key -> the values our network computes
@@ -26,6 +31,26 @@ def new_model(
     eos_token_id: int | None = None,
 ) -> GPTLMHeadModel:
     """A network of `shape` with random float32 weights, drawn from torch's global generator."""
+    model = blank_model(new_config(shape, hidden_dropout, attention_dropout, eos_token_id))
+    filled: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = set(module.parameters(recurse=False)) - filled
+        if own:
+            model._init_weights(module)
+            filled |= own
+    return model
+
+
+def blank_model(config: GPT2Config) -> GPTLMHeadModel:
+    """A network whose weights are still to be filled in."""
+    with no_init_weights():
+        model = GPTLMHeadModel(config)
+    model.tie_weights()
+    return model
+
+
+def new_config(shape: Shape, hidden_dropout: float, attention_dropout: float, eos_token_id: int | None) -> GPT2Config:
+    """The configuration of a network of `shape`."""
     config = GPT2Config(
         vocab_size=shape.vocab_size,
         n_positions=shape.max_position_embeddings,
@@ -37,7 +62,7 @@ def new_model(
         eos_token_id=eos_token_id,
     )
     _set_dropout(config, hidden_dropout, attention_dropout)
-    return GPTLMHeadModel(config)
+    return config
 
 
 def load_model(
@@ -58,9 +83,7 @@ def load_model(
         GptlmError: if the weights are missing, unreadable, incomplete, or of a variant the network does not compute.
     """
     try:
-        config = GPT2Config.from_pretrained(source)
-        _check_supported(config, source)
-        _set_dropout(config, hidden_dropout, attention_dropout)
+        config = loaded_config(source, hidden_dropout, attention_dropout)
         loaded: Any = GPTLMHeadModel.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:
         raise
@@ -82,6 +105,57 @@ def load_model(
     if vocab_size is not None and vocab_size > model.config.vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
+
+
+def loaded_config(
+    source: str, hidden_dropout: float | None, attention_dropout: float | None, vocab_size: int | None = None
+) -> GPT2Config:
+    """The configuration in the folder `source`, as `load_model` uses it.
+
+    Raises:
+        GptlmError: if it is missing, or of a variant the network does not compute.
+    """
+    try:
+        config = GPT2Config.from_pretrained(source)
+    except Exception as error:  # huggingface_hub, json and OSError
+        raise GptlmError(_unreadable(source, error)) from error
+    _check_supported(config, source)
+    _set_dropout(config, hidden_dropout, attention_dropout)
+    config.vocab_size = max(config.vocab_size, vocab_size or 0)
+    return config
+
+
+class StoredWeights:
+    """The weights in a folder, read one at a time; names and layout are the network's, not the files'.
+
+    Raises:
+        GptlmError: if there are none.
+    """
+
+    def __init__(self, source: str):
+        self.source = source
+        folder = Path(source)
+        index = folder / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+        paths = [folder / name for name in names or ["model.safetensors"]]
+        self.files: dict[str, Any] = {}
+        for path in paths:
+            if not path.is_file():
+                raise GptlmError(f"{path} does not exist; the weights of {source} are not whole")
+            file = safe_open(path, "pt")
+            self.files.update(dict.fromkeys(file.keys(), file))
+
+    def get(self, name: str) -> torch.Tensor:
+        """One weight in float32.
+
+        Raises:
+            GptlmError: if it is not there.
+        """
+        for stored in (name, name.removeprefix("transformer.")):  # the oldest files lack the prefix
+            if stored in self.files:
+                tensor = self.files[stored].get_tensor(stored).float()
+                return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+        raise GptlmError(f"the weights in {self.source} lack {name}; give a folder written by save_pretrained")
 
 
 def _check_supported(config: GPT2Config, source: str) -> None:

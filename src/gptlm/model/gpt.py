@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         self.dropout = config.attn_pdrop
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = _residual_projection(config.n_embd, config.n_embd)
+        self.recompute_core = False
         # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
 
@@ -55,13 +57,19 @@ class Attention(nn.Module):
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+        if self.recompute_core and self.training:
+            out = checkpoint(self._core, q, k, v, mask, documents, use_reentrant=False)
+        else:
+            out = self._core(q, k, v, mask, documents)
+        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
+        """softmax(q k / sqrt(D / H)) v with dropout, (B, H, T, D / H)."""
         dropout = self.dropout if self.training else 0.0
         if documents is not None:
-            out = document_attention(q, k, v, documents, dropout)
-        else:
-            causal = mask is None and q.shape[2] > 1
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+            return document_attention(q, k, v, documents, dropout)
+        causal = mask is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
 
 class MLP(nn.Module):
@@ -87,9 +95,18 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
+        self.recompute = ""
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask, cache, documents)
+        if self.recompute == "full" and self.training:
+            return checkpoint(self._forward, x, mask, None, documents, use_reentrant=False)
+        return self._forward(x, mask, cache, documents)
+
+    def _forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+        if self.recompute == "full_attn" and self.training:
+            x = x + checkpoint(self.attn, self.ln_1(x), mask, None, documents, use_reentrant=False)
+        else:
+            x = x + self.attn(self.ln_1(x), mask, cache, documents)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -128,8 +145,20 @@ class GPTModel(GPTPreTrainedModel):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.recompute = False  # True: keep only each block's input, compute the block again in backward
         self.post_init()
+
+    def set_recompute(self, granularity: str | None, keep: Collection[int] = ()) -> None:
+        """What backward computes again instead of keeping it from forward.
+
+        Args:
+            granularity: "full" the block, "full_attn" or "only_attn" its attention with both projections, "core_attn"
+                only softmax(q k) v; None keeps everything.
+            keep: numbers of layers that keep everything.
+        """
+        for number, block in enumerate(self.h):
+            chosen = (granularity or "").replace("only_attn", "full_attn") if number not in keep else ""
+            block.recompute = chosen  # type: ignore[assignment]
+            block.attn.recompute_core = chosen == "core_attn"  # type: ignore[union-attr, assignment]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.wte
@@ -159,10 +188,7 @@ class GPTModel(GPTPreTrainedModel):
         mask = self._mask(x, attention_mask, position_ids, cache)
         x = self.drop(x + self.wpe(position_ids))
         for block in self.h:
-            if self.recompute and self.training:
-                x = checkpoint(block, x, mask, None, documents, use_reentrant=False)
-            else:
-                x = block(x, mask, cache, documents)
+            x = block(x, mask, cache, documents)
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=cache if use_cache else None)
 
     def _mask(self, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> Tensor | None:
@@ -247,7 +273,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
         total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return total / ((targets != -100).sum() if num_items is None else num_items)
+        count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=total.device)
+        return total / count.clamp(min=1)  # no target at all: 0, not 0 / 0
 
     def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
         """As transformers' own; the config names the stock class, which is what lies on disk, and all may read it."""

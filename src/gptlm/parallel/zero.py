@@ -1,12 +1,47 @@
 """DeepSpeed's ZeRO as a dict; the files in ds_configs/ are the same dicts.
 
 No optimizer and no scheduler block: DeepSpeed's own would decay biases and layer norms, and replace our schedules.
-"auto" is filled in by the Trainer.
+"auto" stands for what the flags say; `filled` puts it in.
 """
 
+import copy
+import math
+from dataclasses import dataclass
 from typing import Any
 
+from gptlm.errors import UsageError
+
 CPU = {"device": "cpu", "pin_memory": True}
+SILENT = 1 << 30  # DeepSpeed's own progress lines come every so many steps
+SUPERSEDED = ("optimizer", "scheduler", "tensor_parallel", "pipeline", "amp", "data_efficiency", "compression_training")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the flags of a run say about things that a DeepSpeed configuration speaks of, too.
+
+    Attributes:
+        micro_batch, accumulation, replicas: the three factors of the global batch.
+        max_grad_norm: 0 never clips.
+        precision: "fp32", "fp16" or "bf16"; `level` O1 is autocast, O2 half-precision weights.
+        first_scale, fixed_scale, scale_window, hysteresis, minimum_scale: float16's loss scale.
+        master_grad: add gradients up in float32.
+        shard_degree: processes that share one copy of the weights (stage 3); None: all.
+    """
+
+    micro_batch: int
+    accumulation: int
+    replicas: int
+    max_grad_norm: float
+    precision: str
+    level: str
+    first_scale: float = 32768.0
+    fixed_scale: float | None = None
+    scale_window: int = 2000
+    hysteresis: int = 1
+    minimum_scale: float = 1.0
+    master_grad: bool = False
+    shard_degree: int | None = None
 
 
 def zero_config(stage: int, *, offload: bool = False) -> dict[str, Any]:
@@ -29,6 +64,71 @@ def zero_config(stage: int, *, offload: bool = False) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale_window": 2000, "hysteresis": 1},
+        "fp16": {"enabled": "auto", "loss_scale_window": "auto", "hysteresis": "auto", "min_loss_scale": "auto"},
         "zero_optimization": zero,
     }
+
+
+def stage_of(config: dict[str, Any]) -> int:
+    """The ZeRO stage of a configuration; 0 where it has none."""
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed configuration") -> dict[str, Any]:
+    """`config` with every "auto" the flags decide, and what they ask for beyond.
+
+    Raises:
+        UsageError: naming both values where file and flag contradict each other, or a block that cannot be used.
+    """
+    config = copy.deepcopy(config)
+    problems = [
+        f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config
+    ]
+    sizes = {
+        "train_micro_batch_size_per_gpu": (wanted.micro_batch, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (wanted.accumulation, "gradient_accumulation_steps"),
+        "gradient_clipping": (wanted.max_grad_norm, "max_grad_norm"),
+    }
+    for key, (value, flag) in sizes.items():
+        if config.get(key, "auto") not in ("auto", value):
+            problems.append(
+                f"{name} says {key} {config[key]}, --{flag} says {value:g}; give one of them or make them equal"
+            )
+        config[key] = value
+    total = wanted.micro_batch * wanted.accumulation * wanted.replicas
+    if config.pop("train_batch_size", "auto") not in ("auto", total):
+        problems.append(f"{name} has another train_batch_size than {total}, the global batch of the flags; remove it")
+    problems += _fill_precision(config, wanted, name)
+    if stage_of(config) == 0 and wanted.precision != "fp32":
+        problems.append(f"{name}: half precision needs ZeRO stage 1, 2 or 3 (stage 0 loses accuracy); set the stage")
+    if wanted.shard_degree and stage_of(config) == 3:
+        config["zero_optimization"]["zero_hpz_partition_size"] = wanted.shard_degree
+    config["steps_per_print"] = SILENT
+    if problems:
+        raise UsageError("\n".join(problems))
+    return config
+
+
+def _fill_precision(config: dict[str, Any], wanted: Wanted, name: str) -> list[str]:
+    """O2 is DeepSpeed's own half precision, O1 its torch_autocast."""
+    problems = []
+    for kind in ("fp16", "bf16"):
+        block = config.setdefault(kind, {})
+        on = wanted.level == "O2" and wanted.precision == kind
+        if block.get("enabled", "auto") not in ("auto", on):
+            flag = f"--{wanted.precision} --fp16_opt_level {wanted.level}" if wanted.precision != "fp32" else "float32"
+            problems.append(f"{name} says {kind}.enabled {block['enabled']}, the flags say {flag}; make them agree")
+        block["enabled"] = on
+    if wanted.level == "O1" and wanted.precision != "fp32":
+        config["torch_autocast"] = {"enabled": True, "dtype": {"fp16": "float16", "bf16": "bfloat16"}[wanted.precision]}
+    scale = {
+        "loss_scale": wanted.fixed_scale or 0,
+        "initial_scale_power": round(math.log2(wanted.first_scale)),
+        "loss_scale_window": wanted.scale_window,
+        "hysteresis": wanted.hysteresis,
+        "min_loss_scale": wanted.minimum_scale,
+    }
+    config["fp16"] |= {key: value for key, value in scale.items() if config["fp16"].get(key, "auto") == "auto"}
+    if wanted.master_grad and wanted.level == "O2":
+        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    return problems

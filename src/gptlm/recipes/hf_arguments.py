@@ -17,8 +17,13 @@ from gptlm.recipes.machine import Machine
 logger = logging.getLogger(__name__)
 
 
-def hf_arguments(run: PretrainRun, machine: Machine) -> TrainingArguments:
-    """Starts the process group when a launcher started several processes."""
+def hf_arguments(run: PretrainRun, machine: Machine, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
+    """Starts the process group when a launcher started several processes. `deepspeed` shards with that configuration.
+
+    Precision: HuggingFace's flags mean autocast without DeepSpeed and half weights with it; the other two cases are
+    DeepSpeed's torch_autocast and our master weights, with the flags off.
+    """
+    flags = machine.half_weights == (deepspeed is not None)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     training = run.training
@@ -37,8 +42,9 @@ def hf_arguments(run: PretrainRun, machine: Machine) -> TrainingArguments:
         optim="adamw_torch" if training.optim == "adamw_torch" else "adamw_torch_fused",
         seed=training.seed,
         use_cpu=machine.device == "cpu",
-        fp16=machine.precision == "fp16",
-        bf16=machine.precision == "bf16",
+        fp16=flags and machine.precision == "fp16",
+        bf16=flags and machine.precision == "bf16",
+        deepspeed=deepspeed,
         eval_strategy=training.evaluation_strategy or "no",
         eval_steps=training.eval_steps,
         eval_on_start=training.eval_on_start and training.do_eval,

@@ -17,17 +17,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run uses: "cuda" or "cpu", and "fp16", "bf16" or "fp32" arithmetic."""
+    """What the run uses: "cuda" or "cpu", and "fp16", "bf16" or "fp32" arithmetic.
+
+    Half precision is autocast at level O1, half-precision weights at O2.
+    """
 
     device: str
     precision: str
+    level: str = "O1"
+
+    @property
+    def half_weights(self) -> bool:
+        return self.precision != "fp32" and self.level == "O2"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are kept in."""
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}[self.precision] if self.half_weights else torch.float32
 
 
 def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machine:
     """The device and precision that can be had; falling back is said loudly.
 
     Raises:
-        UsageError: for what this version cannot do on a GPU.
+        UsageError: for bfloat16 on a GPU without it.
     """
     wanted = "cpu" if device.lower().startswith("cpu") else "cuda"
     found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
@@ -36,16 +49,12 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
     half = ("fp16" if fp16 else "bf16" if bf16 else "fp32") if level != "O0" else "fp32"
     if half == "fp32":
         return Machine(found, "fp32")
-    if found == "cpu":
+    if found == "cpu" and (half == "fp16" or wanted != "cpu"):
         logger.warning("--%s: half precision is not used on a CPU, the run is float32", half)
         return Machine("cpu", "fp32")
-    if level == "O2":
-        raise UsageError(
-            "fp16_opt_level O2 (half-precision weights) is not built yet on a GPU; use --fp16_opt_level O1 (autocast)"
-        )
-    if half == "bf16" and not torch.cuda.is_bf16_supported():
+    if found == "cuda" and half == "bf16" and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; use --fp16")
-    return Machine(found, half)
+    return Machine(found, half, level)
 
 
 def use_device(machine: Machine) -> None:
@@ -66,8 +75,12 @@ def use_device(machine: Machine) -> None:
 def process_group_closed() -> Iterator[None]:
     """Leave no process group behind: gloo's threads abort the process at exit otherwise.
 
-    What holds the group (the trainer, its wrapped model) must be out of reach when the block ends.
+    What holds the group (the trainer, its wrapped model) must be out of reach when the block ends. A group that was
+    there before stays: who opened it closes it.
     """
+    if dist.is_initialized():
+        yield
+        return
     try:
         yield
         if dist.is_initialized():

@@ -12,6 +12,8 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import UsageError
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, process_group_closed, use_device
 from gptlm.recipes.pretrain_data import (
@@ -29,8 +31,10 @@ from gptlm.recipes.pretrain_data import (
 )
 from gptlm.recipes.pretrain_model import find_tokenizer, make_model, say_start
 from gptlm.recipes.pretrain_start import check_output, say_changes, settings, starting_point
+from gptlm.recipes.sharding import deepspeed_config, shard_groups
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging, table
+from gptlm.training.loss_scale import LossScale
 from gptlm.training.results import remove_results, write_results
 from gptlm.training.schedule import Schedule
 from gptlm.training.trainer import PretrainTrainer
@@ -66,13 +70,20 @@ def _run(
 ) -> dict[str, float]:
     """Everything that needs the process group."""
     training = run.training
-    arguments = hf_arguments(run, machine)
+    deepspeed = deepspeed_config(run, machine)
+    if deepspeed is not None:
+        start_deepspeed(on_cpu=machine.device == "cpu")
+    arguments = hf_arguments(run, machine, deepspeed)
     say_data(run, corpora)
     datasets = build_datasets(run, corpora, arguments)
     say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
     _say_run(run)
-    trainer = _trainer(run, arguments, datasets, tokenizer, start)
+    set_seed(training.seed)
+    model = make_model(run, tokenizer, deepspeed)
+    if deepspeed is None:
+        model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
+    trainer = _trainer(run, arguments, datasets, tokenizer, start, model, shard_groups(run, deepspeed))
     metrics = _train(run, trainer, start) if training.do_train else {}
     if training.do_eval and not training.do_train:
         metrics |= _evaluate(trainer, "eval")
@@ -88,14 +99,15 @@ def _trainer(
     datasets: Datasets,
     tokenizer: PreTrainedTokenizerBase | None,
     start: checkpoint.Checkpoint | None,
+    model: GPTLMHeadModel,
+    shard_degree: int | None,
 ) -> PretrainTrainer:
     training = run.training
     facts = {"order": order_facts(run, datasets["train"]), "settings": settings(run)}
     if start is not None:
         say_changes(start, facts)
-    set_seed(training.seed)
     return PretrainTrainer(
-        model=make_model(run, tokenizer),
+        model=model,
         args=arguments,
         train_dataset=served(run, datasets["train"]),
         eval_dataset=window(run, datasets["valid"], run.eval_batches),
@@ -108,9 +120,23 @@ def _trainer(
         consumed_steps=start.facts["global_step"] if start else 0,
         loss_sum=start.facts["loss_sum"] if start else 0.0,
         facts=facts,
-        loss_scale=training.scale_loss,
+        loss_scale=_loss_scale(run) if training.fp16 else None,
+        master_grad=training.amp_master_grad,
+        weights_only=training.ignore_load_lr_and_optim,
+        shard_degree=shard_degree,
         keep=training.save_total_limit,
         process_memory=not training.skip_memory_metrics,
+    )
+
+
+def _loss_scale(run: PretrainRun) -> LossScale:
+    training = run.training
+    return LossScale(
+        training.scale_loss,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        minimum=training.min_loss_scale,
+        fixed=training.loss_scale,
     )
 
 

@@ -1,19 +1,25 @@
 """The model of a pretraining run, and the tokenizer saved beside it."""
 
 import logging
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import PretrainRun
 from gptlm.data.splits import Corpus, id_range_of
 from gptlm.errors import GptlmError
-from gptlm.model.build import load_model, new_model
+from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.parallel.engine import build_sharded
+from gptlm.parallel.zero import stage_of
 from gptlm.recipes.pretrain_data import data_cache
 
 logger = logging.getLogger(__name__)
@@ -58,33 +64,64 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
     return tokenizer
 
 
-def make_model(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None) -> GPTLMHeadModel:
-    """The network with loaded or random weights.
+def make_model(
+    run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None, deepspeed: dict[str, Any] | None = None
+) -> GPTLMHeadModel:
+    """The network with loaded or random weights; under ZeRO stage 3 each rank holds its share only.
 
     Raises:
         GptlmError: if weights cannot be loaded.
     """
     hidden, attention = run.model.hidden_dropout_prob, run.model.attention_probs_dropout_prob
-    if run.model.continue_training:
-        model = _loaded(run, hidden, attention)
+    eos_token_id = tokenizer.eos_token_id if tokenizer else None
+    dropouts = (0.1 if hidden is None else hidden, 0.1 if attention is None else attention)
+    if deepspeed is not None and stage_of(deepspeed) == 3:
+        stored, config = None, new_config(run.shape, *dropouts, eos_token_id)
+        if run.model.continue_training:
+            folder = _weights_folder(run)
+            stored, config = StoredWeights(folder), loaded_config(folder, hidden, attention, run.shape.vocab_size)
+        model = build_sharded(lambda: blank_model(config), partial(_fill, stored), deepspeed)
+    elif run.model.continue_training:
+        model = load_model(
+            _weights_folder(run),
+            vocab_size=run.shape.vocab_size,
+            hidden_dropout=hidden,
+            attention_dropout=attention,
+        )
     else:
         model = new_model(
-            run.shape,
-            hidden_dropout=0.1 if hidden is None else hidden,
-            attention_dropout=0.1 if attention is None else attention,
-            eos_token_id=tokenizer.eos_token_id if tokenizer else None,
+            run.shape, hidden_dropout=dropouts[0], attention_dropout=dropouts[1], eos_token_id=eos_token_id
         )
-    model.transformer.recompute = run.training.recompute
+    training = run.training
+    granularity = training.recompute_granularity if training.recompute else None
+    model.transformer.set_recompute(granularity, training.no_recompute_layers)
     return model
 
 
-def _loaded(run: PretrainRun, hidden: float | None, attention: float | None) -> GPTLMHeadModel:
+def _weights_folder(run: PretrainRun) -> str:
     weights = run.source.weights or ""
     try:
-        folder = hub_folder(weights, weights=True) if run.source.kind == "preset" else weights
+        return hub_folder(weights, weights=True) if run.source.kind == "preset" else weights
     except GptlmError as error:
         raise GptlmError(f"{error}, or start from random weights with --continue_training 0") from error
-    return load_model(folder, vocab_size=run.shape.vocab_size, hidden_dropout=hidden, attention_dropout=attention)
+
+
+@torch.no_grad()
+def _fill(stored: StoredWeights | None, model: GPTLMHeadModel, name: str, module: nn.Module) -> None:
+    """Random values for the weights of `module`, then the stored ones over them, as far as they have rows.
+
+    Random numbers are drawn in float32 on the CPU, as they are without sharding.
+    """
+    places = {weight: weight.data for weight in module.parameters(recurse=False)}
+    for weight in places:
+        weight.data = torch.empty(weight.shape)
+    model._init_weights(module)
+    for weight, place in places.items():
+        place.copy_(weight.data)
+        weight.data = place
+    for own, weight in module.named_parameters(recurse=False) if stored else ():
+        values = stored.get(f"{name}.{own}")  # type: ignore[union-attr]
+        weight[: len(values)].copy_(values)
 
 
 def _candidates(run: PretrainRun, corpora: list[Corpus]) -> list[str]:

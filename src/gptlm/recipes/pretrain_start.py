@@ -9,7 +9,7 @@ from typing import Any
 from gptlm.config.run import PretrainRun
 from gptlm.errors import GptlmError
 from gptlm.model.presets import shape_of_config
-from gptlm.training import checkpoint
+from gptlm.training import checkpoint, states
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,11 @@ def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
             )
         if asked:
             logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
-    elif not (found.path / "optimizer.pt").is_file():
+    elif not states.files(found.path) and not training.ignore_load_lr_and_optim:
         raise GptlmError(
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
-            f"--model_name_or_path {found.path} --continue_training and another --output_dir"
+            f"--model_name_or_path {found.path} --continue_training and another --output_dir, or go on with "
+            "--ignore_load_lr_and_optim"
         )
     else:
         _check_shape(run, found)

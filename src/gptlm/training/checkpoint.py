@@ -143,7 +143,9 @@ def reading(path: str) -> Iterator[None]:
     """A checkpoint file whose content is damaged although its size is right, as one sentence."""
     try:
         yield
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
+        if isinstance(error, GptlmError):
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise GptlmError(
             f"the checkpoint {path} cannot be read: {reason}; remove that folder to go on from an older one"

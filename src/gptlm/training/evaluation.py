@@ -15,4 +15,4 @@ def loss_sum(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Te
 
 def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
     """`loss` from the sums (under predictions) and counts (under label_ids) of all batches."""
-    return {"loss": float(prediction.predictions.sum() / prediction.label_ids.sum())}  # type: ignore[union-attr]
+    return {"loss": float(prediction.predictions.sum() / max(prediction.label_ids.sum(), 1))}  # type: ignore[union-attr]

@@ -1,48 +1,40 @@
-"""HuggingFace's Trainer with PaddleNLP's data order, schedules and log lines, and checkpoints that are whole or absent.
+"""HuggingFace's Trainer with PaddleNLP's data order, schedules and log lines.
 
-Overridden, and why:
+`stepping.py` adds precision and ZeRO, `saving.py` checkpoints. Overridden here, and why:
     get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
     prediction_step                             the mean over all targets, not of the batches' means
     create_scheduler                            our schedules
     log                                         PaddleNLP's fields
-    _init_training_state                        a resumed run obeys the new command's intervals
-    _load_optimizer_and_scheduler               ... and its learning rate, weight decay and betas
     _maybe_log_save_evaluate                    a loss that is no number stops the run before it is saved
-    _save_checkpoint                            written aside, then renamed
-    _load_from_checkpoint, _load_best_model     with the weight layout of model/gpt.py
 """
 
 import logging
 import math
-import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer
+from transformers import ProgressCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import nested_gather
 
 from gptlm.errors import GptlmError
-from gptlm.model.build import load_model
 from gptlm.training import checkpoint
 from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, ProgressBar
 from gptlm.training.evaluation import loss_sum, mean_loss
 from gptlm.training.logging import Throughput, log_line, train_fields
 from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
+from gptlm.training.saving import SavingTrainer
 from gptlm.training.schedule import Schedule
+from gptlm.training.stepping import ADVICE
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
 
-
-class PretrainTrainer(Trainer):
+class PretrainTrainer(SavingTrainer):
     """Trainer for datasets whose order is the training order.
 
     Args:
@@ -50,9 +42,6 @@ class PretrainTrainer(Trainer):
         seq_length: tokens per sample, for the speed in the log.
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
         loss_sum: sum of the losses of the steps before, for the mean over the whole run.
-        facts: noted in each checkpoint's manifest.
-        loss_scale: first value of fp16's dynamic loss scale.
-        keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         process_memory: add the process's memory to the log line.
     """
 
@@ -64,9 +53,6 @@ class PretrainTrainer(Trainer):
         consumed_samples: int = 0,
         consumed_steps: int = 0,
         loss_sum: float = 0.0,
-        facts: dict[str, Any] | None = None,
-        loss_scale: float = 32768.0,
-        keep: int | None = None,
         process_memory: bool = False,
         **kwargs: Any,
     ):
@@ -75,14 +61,10 @@ class PretrainTrainer(Trainer):
         self.schedule = schedule
         self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
         self.loss_sum = loss_sum
-        self.facts = facts or {}
-        self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
         self.process_memory = process_memory
         self.throughput = Throughput(
             samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
         )
-        if self.accelerator.scaler is not None:  # PaddlePaddle's: x2 after 2000 good steps, x0.5 after a bad one
-            self.accelerator.scaler = torch.amp.GradScaler(self.args.device.type, init_scale=loss_scale)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         if not self.args.disable_tqdm:
@@ -100,10 +82,6 @@ class PretrainTrainer(Trainer):
     def consumed_samples(self) -> int:
         """Training samples used so far, earlier starts of the run included."""
         return self.start_samples + (self.state.global_step - self.start_step) * self.samples_per_step
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.args.output_dir or "")
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -161,49 +139,28 @@ class PretrainTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _init_training_state(self, max_steps, *args, **kwargs):
-        position = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)
-        return position
-
-    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is None or self.optimizer is None:
-            return
-        wanted = [{name: group[name] for name in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
-        with checkpoint.reading(folder):
-            super()._load_optimizer_and_scheduler(folder)
-        scheduler: Any = self.lr_scheduler
-        scheduler.base_lrs = [group["initial_lr"] for group in wanted]
-        for group, settings in zip(self.optimizer.param_groups, wanted, strict=True):
-            group.update(settings)
-            group["lr"] = settings["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def _load_rng_state(self, folder: str | None) -> None:
-        with checkpoint.reading(folder or ""):
-            super()._load_rng_state(folder)
-
     def _maybe_log_save_evaluate(self, tr_loss, *args, **kwargs) -> None:
         if self.control.should_log or self.control.should_save:
             pending = nested_gather(tr_loss, self.args.parallel_mode).mean().item()
             self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
             if not math.isfinite(pending):
-                raise GptlmError(self._not_a_number(pending))
+                raise GptlmError(self.trouble(f"the loss is {pending}"))
+        if self.loss_scale is not None and self.loss_scale.exhausted:
+            raise GptlmError(self.trouble(f"gradients overflow at the lowest loss scale {self.loss_scale.value:g}"))
         started = time.perf_counter()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         self.throughput.exclude(time.perf_counter() - started)
 
-    def _not_a_number(self, value: float) -> str:
+    def trouble(self, what: str) -> str:
         good = [entry for entry in self.state.log_history if math.isfinite(entry.get("loss", math.nan))]
         last = (
-            f"the last good one was {good[-1]['loss']} at step {good[-1]['step']}" if good else "none was good before"
+            f"the last good loss was {good[-1]['loss']} at step {good[-1]['step']}"
+            if good
+            else "no loss was good before"
         )
         newest = checkpoint.folders(self.output_dir)
         where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        return (
-            f"the loss is {value} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; "
-            "try a lower --learning_rate, more --warmup_steps, --max_grad_norm 1.0, or --bf16 instead of --fp16"
-        )
+        return f"{what} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; {ADVICE}"
 
     def mean_loss(self, mean_since_start: float) -> float:
         """Mean training loss over all steps of the run, from the mean over those since this start."""
@@ -236,74 +193,10 @@ class PretrainTrainer(Trainer):
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
         logger.info(log_line(shown))
 
-    # Checkpoints ------------------------------------------------------------------------------------------------
-
-    def save_final(self) -> None:
-        """Write the final model and tokenizer into `output_dir`.
-
-        Raises:
-            GptlmError: if they cannot be written.
-        """
-        with checkpoint.writing(self.output_dir, "the final model"):
-            self.save_model()
-
-    def _save_checkpoint(self, model, trial) -> None:
-        staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
-        with checkpoint.writing(staging, "the checkpoint"):
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-            self._barrier()
-            self._write_checkpoint(str(staging))
-            self._barrier()
-            if self.args.should_save:
-                self._commit(staging)
-            self._barrier()
-
-    def _commit(self, staging: Path) -> None:
-        final = checkpoint.commit(staging, self._manifest())
-        logger.info("checkpoint written to %s", final)
-        best = self.state.best_model_checkpoint
-        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None):
-            logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
-
-    def _write_checkpoint(self, folder: str) -> None:
-        self.store_flos()
-        self.save_model(folder, _internal_call=True)
-        if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(folder)
-            self._save_scaler(folder)
-            self._save_rng_state(folder)
-        if self.args.should_save:
-            if self.state.best_global_step:
-                best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
-                if best.is_dir() or self.state.best_global_step == self.state.global_step:
-                    self.state.best_model_checkpoint = str(best)
-            self.state.save_to_json(str(Path(folder) / "trainer_state.json"))
-
     def _manifest(self) -> dict[str, Any]:
         return {
-            **self.facts,
-            "global_step": self.state.global_step,
+            **super()._manifest(),
             "consumed_samples": self.consumed_samples,
             "loss_sum": self.loss_sum,
-            "world_size": self.args.world_size,
             "global_batch_size": self.samples_per_step,
         }
-
-    def restore(self, folder: Path) -> None:
-        """Put the weights of a checkpoint into the model."""
-        model: Any = self.model
-        model.load_state_dict(load_model(str(folder)).state_dict())
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        self.restore(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        logger.info("best checkpoint: %s (%s %s)", best, self.args.metric_for_best_model, self.state.best_metric)
-        self.restore(Path(best or ""))
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            dist.barrier()

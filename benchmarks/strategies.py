@@ -1,0 +1,101 @@
+"""Precision, ZeRO stages and recomputation side by side on this machine's GPUs: losses, speed, memory.
+
+    python benchmarks/strategies.py [--model gpt2-medium-en] [--processes 2] [--micro 8] [--steps 20] [--only NAME ...]
+
+Every case starts from the same random weights and reads the same samples. Printed: tokens/s of all cards together
+(median of the steps after the tenth), the largest memory in use on one card, and the largest difference of a loss from
+the first case.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from gptlm.data.writer import IndexedTokensWriter
+
+ROOT = Path(__file__).parents[1]
+O2 = "--fp16_opt_level O2"
+CASES = {
+    "fp32": "",
+    "bf16 O1": "--bf16",
+    "bf16 O2": f"--bf16 {O2}",
+    "fp16 O1": "--fp16",
+    "fp16 O2": f"--fp16 {O2}",
+    "bf16 O2 master gradients": f"--bf16 {O2} --amp_master_grad",
+    "bf16 O2 stage1": f"--bf16 {O2} --sharding stage1",
+    "bf16 O2 stage2": f"--bf16 {O2} --sharding stage2",
+    "bf16 O2 stage3": f"--bf16 {O2} --sharding stage3",
+    "bf16 O1 stage2": "--bf16 --sharding stage2",
+    "fp16 O1 stage2": "--fp16 --sharding stage2",
+    "fp16 O2 stage2": f"--fp16 {O2} --sharding stage2",
+    "bf16 O2 recompute full": f"--bf16 {O2} --recompute 1",
+    "bf16 O2 recompute full_attn": f"--bf16 {O2} --recompute 1 --recompute_granularity full_attn",
+    "bf16 O2 recompute core_attn": f"--bf16 {O2} --recompute 1 --recompute_granularity core_attn",
+    "bf16 O2 documents": f"--bf16 {O2} --document_masking attention",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-medium-en")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--micro", type=int, default=8, help="samples of 1024 tokens per card")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--more", default="", help="flags added to every case")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
+        folder = Path(name)
+        write_data(folder / "data" / "c")
+        first: list[float] = []
+        print(f"{'case':<30}{'tokens/s':>12}{'GiB':>8}{'loss differs':>14}{'last loss':>11}", flush=True)
+        for case in arguments.only:
+            losses, speed, memory = run(folder, case, arguments)
+            first = first or losses
+            if not losses:
+                print(f"{case:<30}{'failed':>12}", flush=True)
+                continue
+            differs = max(abs(a - b) for a, b in zip(losses, first, strict=True))
+            print(f"{case:<30}{speed:>12,.0f}{memory:>8.2f}{differs:>14.1e}{losses[-1]:>11.4f}", flush=True)
+
+
+def write_data(prefix: Path) -> None:
+    """Numbers that follow each other, so that there is something to learn."""
+    rng = np.random.RandomState(0)
+    writer = IndexedTokensWriter(str(prefix), 50257)
+    for length in rng.randint(100, 2000, 4000):
+        ids = (rng.randint(50000) + np.cumsum(rng.randint(1, 4, length))) % 50257
+        writer.add(ids, [length])
+    writer.finish({})
+
+
+def run(folder: Path, case: str, arguments: argparse.Namespace) -> tuple[list[float], float, float]:
+    words = (
+        f"--model_name_or_path {arguments.model} --input_dir {folder}/data --output_dir {folder}/out "
+        f"--overwrite_output_dir --split 1,0,0 --max_seq_length 1024 --per_device_train_batch_size {arguments.micro} "
+        f"--max_steps {arguments.steps} --logging_steps 1 --save_strategy no --do_train --device gpu --disable_tqdm 1 "
+        "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.01 "
+        f"--hidden_dropout_prob 0 --attention_probs_dropout_prob 0 {CASES[case]} {arguments.more}"
+    ).split()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc_per_node", str(arguments.processes)] if arguments.processes > 1 else []
+    command = (launcher if arguments.processes > 1 else [sys.executable]) + [str(ROOT / "scripts/run_pretrain.py")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
+        return [], 0.0, 0.0
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in history if "loss" in entry]
+    speeds = [entry["interval_tokens_per_second_per_device"] for entry in steps[10:]]
+    memory = max(entry.get("max_memory_allocated", 0) for entry in steps)
+    return [entry["loss"] for entry in steps], statistics.median(speeds) * arguments.processes, memory
+
+
+if __name__ == "__main__":
+    main()

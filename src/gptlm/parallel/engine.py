@@ -1,0 +1,158 @@
+"""What DeepSpeed needs around our code: a quiet start, a model that never lies whole on a rank, groups of replicas."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def start_deepspeed(*, on_cpu: bool) -> None:
+    """Import DeepSpeed without its chatter; a process that no launcher started becomes a group of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.update(alone | {"MASTER_PORT": str(free.getsockname()[1])})
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if on_cpu:  # compiling it takes most of a minute, and gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def build_sharded(empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module], None], config: dict[str, Any]) -> Any:
+    """A model for ZeRO stage 3, of which a rank never holds more than its share and one module.
+
+    Args:
+        empty: makes the model, its weights undefined.
+        fill: (model, name, module) gives the own weights of one module their values; called on rank 0 only, once for
+            each module with weights that no earlier one has.
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = empty()
+    filled: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        own = set(module.parameters(recurse=False)) - filled
+        if not own:
+            continue
+        filled |= own
+        with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+            if dist.get_rank() == 0:
+                fill(model, name, module)
+    return model
+
+
+@contextmanager
+def whole(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+    """Inside, `parameters` have their full values on every rank; with `write`, rank 0's changes reach all."""
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
+        yield
+
+
+class ShardGroups:
+    """Data-parallel ranks in groups that share one optimizer state; the groups are replicas of each other.
+
+    It is the `mpu` DeepSpeed asks for its data-parallel group: ZeRO shards inside a group, and `average` brings the
+    gradients of the replicas together before a step.
+
+    Args:
+        degree: ranks per group; divides the world.
+    """
+
+    def __init__(self, degree: int):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        shards = [dist.new_group(list(range(start, start + degree))) for start in range(0, world, degree)]
+        replicas = [dist.new_group(list(range(offset, world, degree))) for offset in range(degree)]
+        alone = [dist.new_group([single]) for single in range(world)]
+        self.degree, self.replicas = degree, world // degree
+        self.shard_group, self.replica_group = shards[rank // degree], replicas[rank % degree]
+        self.rank_in_shard, self.alone = rank % degree, alone[rank]
+
+    def get_data_parallel_group(self) -> Any:
+        return self.shard_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank_in_shard
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.degree
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def average(self, zero_optimizer: Any) -> None:
+        """Mean over the replicas of the gradients this rank updates with (ZeRO stage 1)."""
+        for gradients in zero_optimizer.averaged_gradients.values():
+            for gradient in gradients or ():
+                dist.all_reduce(gradient, group=self.replica_group)
+                gradient /= self.replicas
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, `deepspeed.initialize` makes engines that use these groups."""
+        import deepspeed
+
+        original = deepspeed.initialize
+        deepspeed.initialize = partial(original, mpu=self)
+        try:
+            yield
+        finally:
+            deepspeed.initialize = original
+
+    def attach(self, engine: Any) -> None:
+        """Average over the replicas before each step of `engine`."""
+        optimizer = engine.optimizer
+        step = optimizer.step
+
+        def averaged_step(*arguments: Any, **more: Any) -> Any:
+            self.average(optimizer)
+            return step(*arguments, **more)
+
+        optimizer.step = averaged_step
+
+
+def loss_scale_state(zero_optimizer: Any) -> dict[str, float] | None:
+    """DeepSpeed's dynamic loss scale in the words of `LossScale.state_dict`; None where there is none."""
+    scaler = getattr(zero_optimizer, "loss_scaler", None)
+    if scaler is None or not getattr(scaler, "dynamic", False):
+        return None
+    good = scaler.cur_iter - scaler.last_overflow_iter - 1
+    return {"value": float(scaler.cur_scale), "good_steps": good, "overflows_left": int(scaler.cur_hysteresis)}
+
+
+def load_loss_scale(zero_optimizer: Any, state: dict[str, float]) -> None:
+    """Put `state` back into DeepSpeed's dynamic loss scale."""
+    scaler = getattr(zero_optimizer, "loss_scaler", None)
+    if scaler is not None and getattr(scaler, "dynamic", False):
+        scaler.cur_scale, scaler.cur_hysteresis = state["value"], int(state["overflows_left"])
+        scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1
+
+
+def as_float(tensor: torch.Tensor) -> torch.Tensor:
+    """A float32 copy in host memory."""
+    return tensor.detach().float().cpu().contiguous()

@@ -1,0 +1,78 @@
+"""Whether a run uses DeepSpeed, and with which configuration."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from gptlm.config.run import PretrainRun
+from gptlm.errors import UsageError
+from gptlm.parallel.zero import Wanted, filled, stage_of, zero_config
+from gptlm.recipes.machine import Machine
+
+logger = logging.getLogger(__name__)
+
+
+def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | None:
+    """The complete DeepSpeed configuration of a training run; None where nothing is to be sharded or offloaded.
+
+    Raises:
+        UsageError: if --deepspeed names no JSON file, or contradicts a flag.
+    """
+    parallel, training = run.parallel, run.training
+    if not training.do_train:
+        return None  # evaluation alone has no optimizer to shard
+    if parallel.deepspeed:
+        config, name = _read(parallel.deepspeed), parallel.deepspeed
+    else:
+        words = parallel.sharding.replace(",", " ").replace("_", " ").split()
+        shares = run.dims.data > 1 and parallel.sharding_parallel_degree > 1
+        if not words or not (shares or "offload" in words):
+            return None
+        stage = next(int(word[-1]) for word in words if word.startswith("stage"))
+        config, name = zero_config(stage, offload="offload" in words), f"--sharding {parallel.sharding}"
+    config = filled(config, _wanted(run, machine), name)
+    if machine.precision == "fp16" and machine.level == "O2" and not math.log2(training.scale_loss).is_integer():
+        power = config["fp16"]["initial_scale_power"]
+        logger.info("--scale_loss %g: DeepSpeed's is a power of two, %d", training.scale_loss, 2**power)
+    return config
+
+
+def shard_groups(run: PretrainRun, config: dict[str, Any] | None) -> int | None:
+    """Ranks that share one optimizer state under stage 1, where they are fewer than all; else None."""
+    degree = run.parallel.sharding_parallel_degree
+    if config is None or not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
+        return None
+    return degree
+
+
+def _wanted(run: PretrainRun, machine: Machine) -> Wanted:
+    training, degree = run.training, run.parallel.sharding_parallel_degree
+    return Wanted(
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        replicas=run.dims.data,
+        max_grad_norm=training.max_grad_norm,
+        precision=machine.precision,
+        level=machine.level,
+        first_scale=training.scale_loss,
+        fixed_scale=training.loss_scale,
+        scale_window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        minimum_scale=training.min_loss_scale,
+        master_grad=training.amp_master_grad,
+        shard_degree=degree if run.parallel.sharding and 1 < degree < run.dims.data else None,
+    )
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--deepspeed {file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--deepspeed {file}: no valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--deepspeed {file}: expected a JSON object")
+    return config

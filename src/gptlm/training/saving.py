@@ -1,0 +1,196 @@
+"""Checkpoints of any layout that go on in any other: the part of the Trainer that writes and reads them.
+
+Overridden, and why:
+    _save_checkpoint                         written aside, then renamed
+    save_model                               whole weights from every ZeRO stage, by one process
+    _prepare_for_training                    the state of a checkpoint, whatever layout wrote it
+    _init_training_state                     a resumed run obeys the new command's intervals
+    _load_rng_state                          random numbers of another number of ranks start anew
+    _load_from_checkpoint, _load_best_model  with the weight layout of model/gpt.py
+"""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptlm.model.build import StoredWeights
+from gptlm.parallel.engine import load_loss_scale, loss_scale_state, whole
+from gptlm.training import checkpoint, states
+from gptlm.training.stepping import SteppingTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class SavingTrainer(SteppingTrainer):
+    """Trainer with checkpoints that are whole or absent.
+
+    Args:
+        facts: noted in each checkpoint's manifest.
+        keep: checkpoints to keep, the newest and the best always among them; None keeps all.
+        weights_only: go on with a checkpoint's weights and samples, but a new optimizer and schedule.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        facts: dict[str, Any] | None = None,
+        keep: int | None = None,
+        weights_only: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.facts = facts or {}
+        self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
+        self.weights_only = weights_only
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.args.output_dir or "")
+
+    @property
+    def zero_optimizer(self) -> Any:
+        """DeepSpeed's optimizer, or None."""
+        return self.model_wrapped.optimizer if self.is_deepspeed_enabled else None
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer without accelerate's wrapper."""
+        return self.zero_optimizer or getattr(self.optimizer, "optimizer", self.optimizer)
+
+    # Writing ----------------------------------------------------------------------------------------------------
+
+    def save_final(self) -> None:
+        """Write the final model and tokenizer into `output_dir`.
+
+        Raises:
+            GptlmError: if they cannot be written.
+        """
+        with checkpoint.writing(self.output_dir, "the final model"):
+            self.save_model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model as a plain GPT-2 folder; under ZeRO stage 3 it is brought together weight by weight."""
+        weights = {}
+        for name, parameter in self.network.named_parameters():
+            with whole([parameter]):
+                if self.args.should_save:
+                    weights[name] = parameter.detach().cpu() if hasattr(parameter, "ds_id") else parameter.detach()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
+        with checkpoint.writing(staging, "the checkpoint"):
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+            self._barrier()
+            self._write_checkpoint(staging)
+            self._barrier()
+            if self.args.should_save:
+                self._commit(staging)
+            self._barrier()
+
+    def _commit(self, staging: Path) -> None:
+        final = checkpoint.commit(staging, self._manifest())
+        logger.info("checkpoint written to %s", final)
+        best = self.state.best_model_checkpoint
+        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None):
+            logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.store_flos()
+        self.save_model(str(folder), _internal_call=True)
+        if not self.args.save_only_model:
+            states.write(folder, states.gather(self.network, self.inner_optimizer, writes=self.args.should_save))
+            self._save_rng_state(str(folder))
+        if self.args.should_save:
+            if self.state.best_global_step:
+                best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
+                if best.is_dir() or self.state.best_global_step == self.state.global_step:
+                    self.state.best_model_checkpoint = str(best)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _manifest(self) -> dict[str, Any]:
+        scheduler: Any = self.lr_scheduler
+        scale = loss_scale_state(self.zero_optimizer) if self.zero_optimizer is not None else None
+        if self.loss_scale is not None:
+            scale = self.loss_scale.state_dict()
+        return {
+            **self.facts,
+            "global_step": self.state.global_step,
+            "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
+            "loss_scale": scale,
+            "world_size": self.args.world_size,
+        }
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            with checkpoint.reading(resume_from_checkpoint):
+                self._load_states(Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_states(self, folder: Path) -> None:
+        facts = checkpoint.read(folder).facts
+        optimizer = self.inner_optimizer
+        steps = 0 if self.weights_only else facts["optimizer_steps"]
+        states.load(folder, self.network, optimizer, steps)
+        if self.weights_only:
+            return
+        scheduler: Any = self.lr_scheduler
+        scheduler.last_epoch = steps
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](steps)
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        if facts["loss_scale"] and self.loss_scale is not None:
+            self.loss_scale.load_state_dict(facts["loss_scale"])
+        elif facts["loss_scale"] and self.zero_optimizer is not None:
+            load_loss_scale(self.zero_optimizer, facts["loss_scale"])
+
+    def _init_training_state(self, max_steps, *args, **kwargs):
+        position = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return position
+
+    def _load_rng_state(self, folder: str | None) -> None:
+        if folder is None:
+            return
+        facts = checkpoint.read(Path(folder)).facts
+        if self.weights_only or facts["world_size"] != self.args.world_size:
+            seed = self.args.seed + self.args.process_index + 1_000_003 * facts["global_step"]
+            torch.manual_seed(seed)
+            logger.info(
+                "%d processes wrote the checkpoint, %d go on: dropout draws new numbers",
+                facts["world_size"],
+                self.args.world_size,
+            )
+            return
+        with checkpoint.reading(folder):
+            super()._load_rng_state(folder)
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        """Put the weights of a checkpoint into the model."""
+        stored = StoredWeights(str(folder))
+        for name, parameter in self.network.named_parameters():
+            with whole([parameter], write=True):
+                parameter.copy_(stored.get(name))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Nothing: `_prepare_for_training` does it, when the optimizer is there."""
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        logger.info("best checkpoint: %s (%s %s)", best, self.args.metric_for_best_model, self.state.best_metric)
+        self.restore(Path(best or ""))
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()

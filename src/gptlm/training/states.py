@@ -1,0 +1,180 @@
+"""The optimizer state in files that know nothing of ranks, ZeRO stages or precision.
+
+`optimizer-00001.safetensors`, ... hold float32 tensors named `parameter|kind`: `exp_avg` and `exp_avg_sq` (AdamW's
+moments) and, where the model's own weights are half precision, `master` (their float32 copies). Parameters have the
+network's names and shapes, so any layout can take its part.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gptlm.errors import GptlmError
+from gptlm.model.build import StoredWeights
+from gptlm.parallel.engine import as_float, whole
+from gptlm.training.master import MasterWeightAdamW
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory while it writes
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Write `tensors` as they come; None, on ranks that do not write, is only taken to join the others."""
+    pending: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in tensors:
+        if tensor is None:
+            continue
+        pending[name] = tensor
+        size += tensor.numel() * tensor.element_size()
+        if size >= FILE_BYTES:
+            number += 1
+            save_file(pending, folder / f"optimizer-{number:05d}.safetensors")
+            pending, size = {}, 0
+    if pending:
+        save_file(pending, folder / f"optimizer-{number + 1:05d}.safetensors")
+
+
+def files(folder: Path) -> list[Path]:
+    """The state files in `folder`."""
+    return sorted(folder.glob("optimizer-*.safetensors"))
+
+
+def gather(model: nn.Module, optimizer: Any, *, writes: bool) -> Iterator[tuple[str, Tensor | None]]:
+    """All state tensors, whole, one parameter at a time; every rank has to take them, one of them `writes`."""
+    source = _sharded(model, optimizer) if _is_zero(optimizer) else _plain(model, optimizer)
+    for name, tensor in source:
+        yield name, as_float(tensor) if writes else None
+
+
+def load(folder: Path, model: nn.Module, optimizer: Any, steps: int) -> None:
+    """Weights and state of the checkpoint in `folder` into any layout.
+
+    Args:
+        steps: optimizer steps the state has seen.
+
+    Raises:
+        GptlmError: if a tensor is missing or of another shape.
+    """
+    stored = StoredStates(folder)
+    if _is_zero(optimizer):
+        _load_sharded(stored, model, optimizer, steps)
+    else:
+        _load_plain(stored, model, optimizer, steps)
+
+
+class StoredStates:
+    """Tensors of a checkpoint by name, read one at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.weights = StoredWeights(str(folder))
+        self.files: dict[str, Any] = {}
+        for path in files(folder):
+            file = safe_open(path, "pt")
+            self.files.update(dict.fromkeys(file.keys(), file))
+
+    def weight(self, name: str) -> Tensor:
+        """The most precise copy there is of a parameter."""
+        return self._get(f"{name}|master") if f"{name}|master" in self.files else self.weights.get(name)
+
+    def moment(self, name: str, kind: str) -> Tensor:
+        return self._get(f"{name}|{kind}")
+
+    def has_moments(self, name: str) -> bool:
+        return f"{name}|{MOMENTS[0]}" in self.files
+
+    def _get(self, key: str) -> Tensor:
+        if key not in self.files:
+            raise GptlmError(f"the checkpoint {self.folder} lacks {key}; go on from another one")
+        return self.files[key].get_tensor(key)
+
+
+def _is_zero(optimizer: Any) -> bool:
+    return hasattr(optimizer, "loss_scaler") and not isinstance(optimizer, torch.optim.Optimizer)
+
+
+# One process, or replicas that each hold everything ---------------------------------------------------------------
+
+
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    masters = _masters(optimizer)
+    for name, parameter in model.named_parameters():
+        owner = masters.get(parameter, parameter)
+        if owner is not parameter:
+            yield f"{name}|master", owner
+        for kind in MOMENTS:
+            if owner in optimizer.state:
+                yield f"{name}|{kind}", optimizer.state[owner][kind]
+
+
+@torch.no_grad()
+def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    masters = _masters(optimizer)
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for name, parameter in model.named_parameters():
+        owner = masters.get(parameter, parameter)
+        weight = stored.weight(name)
+        owner.copy_(weight)
+        parameter.copy_(weight)
+        if stored.has_moments(name):
+            state = {kind: stored.moment(name, kind).to(owner.device) for kind in MOMENTS}
+            step = torch.tensor(float(steps), device=owner.device if fused else "cpu")
+            optimizer.state[owner] = {"step": step, **state}
+
+
+def _masters(optimizer: Any) -> dict[Tensor, Tensor]:
+    return dict(optimizer.pairs()) if isinstance(optimizer, MasterWeightAdamW) else {}
+
+
+# ZeRO ---------------------------------------------------------------------------------------------------------------
+
+
+def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    _link(optimizer)
+    half = next(model.parameters()).dtype != torch.float32
+    for name, parameter in model.named_parameters():
+        if half:
+            yield f"{name}|master", safe_get_full_fp32_param(parameter)
+        for kind in MOMENTS:
+            yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
+
+
+@torch.no_grad()
+def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    inner = optimizer.optimizer
+    if steps:
+        for part in _partitions(optimizer):
+            step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
+            inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in MOMENTS}}
+        _link(optimizer)
+    for name, parameter in model.named_parameters():
+        weight = stored.weight(name)
+        safe_set_full_fp32_param(parameter, weight)
+        for kind in MOMENTS if steps and stored.has_moments(name) else ():
+            safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
+        with whole([parameter], write=True):
+            parameter.data.copy_(weight)
+
+
+def _partitions(optimizer: Any) -> list[Tensor]:
+    """This rank's flat pieces of the float32 parameters, which AdamW works on."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [part for group in optimizer.optimizer.param_groups for part in group["params"]]
+
+
+def _link(optimizer: Any) -> None:
+    """DeepSpeed links parameters to their state after the first group has been stepped; link all of them."""
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,124 @@
+"""One optimizer step in any precision and ZeRO stage: the part of the Trainer that touches gradients.
+
+Overridden, and why:
+    create_optimizer                  master weights for half-precision ones (fp16_opt_level O2)
+    _prepare_for_training             DeepSpeed in groups of replicas
+    training_step                     float32 sums of gradients; DeepSpeed's clipping under float16 autocast
+    _clip_grad_norm, _get_grad_norm   on the master weights
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from gptlm.errors import GptlmError
+from gptlm.parallel.engine import ShardGroups
+from gptlm.training.loss_scale import LossScale
+from gptlm.training.master import MasterWeightAdamW, clip
+
+ADVICE = "try a lower --learning_rate, more --warmup_steps, --max_grad_norm 1.0, or --bf16 instead of --fp16"
+
+
+class SteppingTrainer(Trainer):
+    """Trainer that steps float32, autocast and half-precision weights alike.
+
+    Args:
+        loss_scale: of float16 outside DeepSpeed; None in other precisions.
+        master_grad: add the gradients of half-precision weights up in float32.
+        shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        loss_scale: LossScale | None = None,
+        master_grad: bool = False,
+        shard_degree: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.half_weights = not self.is_deepspeed_enabled and self.network.dtype != torch.float32
+        self.loss_scale = None if self.is_deepspeed_enabled else loss_scale
+        if self.loss_scale is not None and (self.half_weights or self.accelerator.scaler is not None):
+            self.accelerator.scaler = self.loss_scale
+        self.shard_degree = shard_degree
+        self.master_grad = master_grad and self.half_weights
+        # with master_grad each micro-batch is reduced before it is added up
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad
+
+    @property
+    def network(self) -> Any:
+        """The model without wrappers."""
+        return self.model
+
+    @property
+    def master_optimizer(self) -> MasterWeightAdamW | None:
+        """The optimizer, where it keeps master weights."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        return inner if isinstance(inner, MasterWeightAdamW) else None
+
+    def create_optimizer(self, model=None):
+        if not self.half_weights or self.optimizer is not None:
+            return super().create_optimizer(model)
+        decayed = set(self.get_decay_parameter_names(self.network))
+        named = list(self.network.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        _, settings = self.get_optimizer_cls_and_kwargs(self.args, self.network)
+        self.optimizer = MasterWeightAdamW(groups, **settings)
+        return self.optimizer
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        groups = ShardGroups(self.shard_degree) if self.shard_degree else None
+        with groups.applied() if groups else nullcontext():
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if groups:
+            groups.attach(self.model_wrapped)
+        return prepared
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.is_deepspeed_enabled:
+            return self._deepspeed_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.master_grad and self.master_optimizer is not None:
+            self.master_optimizer.add_gradients()
+        return loss
+
+    def _deepspeed_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        autocast_scaler = getattr(model.optimizer, "torch_autocast_gradscaler", None)
+        if autocast_scaler is not None:  # DeepSpeed clips these gradients before it unscales them
+            model.optimizer.clip_grad = self.args.max_grad_norm * autocast_scaler.get_scale()
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:  # DeepSpeed has no class of its own for it
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise GptlmError(self.trouble("the loss scale is at its minimum and gradients still overflow")) from error
+
+    def _clip_grad_norm(self, model):
+        if self.master_optimizer is None:
+            return super()._clip_grad_norm(model)
+        return self._clip_masters(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None and self.master_optimizer is not None:
+            return self._clip_masters(float("inf"))
+        norm = super()._get_grad_norm(model, grad_norm)
+        autocast_scaler = getattr(getattr(model, "optimizer", None), "torch_autocast_gradscaler", None)
+        return norm / autocast_scaler.get_scale() if autocast_scaler is not None and norm is not None else norm
+
+    def _clip_masters(self, max_norm: float) -> torch.Tensor:
+        optimizer = self.master_optimizer
+        assert optimizer is not None
+        optimizer.take_gradients()
+        if self.loss_scale is not None:
+            self.loss_scale.unscale_(optimizer)
+        return clip(optimizer, max_norm)
+
+    def trouble(self, what: str) -> str:
+        """A sentence on why the run ends."""
+        raise NotImplementedError

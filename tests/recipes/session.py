@@ -1,0 +1,49 @@
+"""Several pretraining runs after each other inside one launched group of processes: starting one takes ten seconds.
+
+    torchrun --nproc_per_node N tests/recipes/session.py CASES.json RESULTS.json
+
+CASES: [[name, [words of the command]], ...]; RESULTS: {name: {"history": [...], "metrics": {...}} or {"error": text}}.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from gptlm.config.run import parse_pretrain
+from gptlm.errors import GptlmError, UsageError
+from gptlm.recipes.pretrain import pretrain
+
+
+def main(cases: str, results: str) -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
+    for name, words in json.loads(Path(cases).read_text()):
+        try:
+            metrics = pretrain(parse_pretrain(words, os.environ))
+            dist.barrier()
+            state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
+            if dist.get_rank() == 0:
+                found[name] = {"metrics": metrics, "history": json.loads(state.read_text())["log_history"]}
+        except (GptlmError, UsageError) as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            found[name] = {"error": str(error)}
+        torch.nn.functional.linear = linear
+        unset_hf_deepspeed_config()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        gc.collect()
+        dist.barrier()
+    if dist.get_rank() == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Precision and ZeRO on two processes: every strategy trains like one process, and goes on from any other's checkpoint.
+
+All runs happen in one launched session (see session.py); the tests look at what it left.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gptlm.config.run import parse_pretrain
+from gptlm.recipes.pretrain import pretrain
+from tests.conftest import ROOT
+
+STEPS, SAVED = 10, 5
+BASE = (
+    f"--max_seq_length 16 --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_steps {STEPS} "
+    f"--eval_iters 2 --logging_steps 1 --save_steps {SAVED} --eval_steps {SAVED} --learning_rate 1e-2 "
+    "--min_learning_rate 1e-3 --split 80,10,10 --warmup_steps 2 --weight_decay 0.1 --do_train --do_eval --device cpu "
+    "--disable_tqdm --report_to none"
+).split()
+NO_DROPOUT = ["--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0"]
+O2 = ["--bf16", "--fp16_opt_level", "O2"]
+TINY = {  # the stage-3 settings under which even small weights are sharded
+    f"stage3_{name}": 0 for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+}
+STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
+
+
+def run_session(processes: int, cases: list, folder: Path) -> dict:
+    (folder / "cases.json").write_text(json.dumps([[name, [str(word) for word in words]] for name, words in cases]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [ROOT / "tests" / "recipes" / "session.py", folder / "cases.json", folder / "results.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    with open(folder / "log.txt", "w") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=900)
+    assert done.returncode == 0, (folder / "log.txt").read_text()[-3000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def losses(result: dict) -> list[float]:
+    assert "error" not in result, result
+    return [entry["loss"] for entry in result["history"] if "loss" in entry]
+
+
+def norms(result: dict) -> list[float]:
+    return [entry["grad_norm"] for entry in result["history"] if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def session(tiny_model, corpus_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharding")
+    zero3 = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    zero3 |= {"gradient_clipping": "auto", "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, **TINY}}
+    (folder / "zero3.json").write_text(json.dumps(zero3))
+    sharding = {"ddp": [], "stage1": ["--sharding", "stage1"], "stage2": ["--sharding", "stage2"]}
+    sharding["stage3"] = ["--deepspeed", folder / "zero3.json"]
+    data = ["--input_dir", corpus_folder / "mmap"]
+    loaded = [*BASE, *data, "--model_name_or_path", tiny_model, "--continue_training"]
+    random = [*BASE, *data, *"--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --vocab_size 500".split()]
+    cases = []
+    for name, words in sharding.items():
+        cases.append((name, [*loaded, *NO_DROPOUT, *words]))
+        cases.append((f"{name} dropout", [*loaded, *words]))
+        cases.append((f"{name} random", [*random, *NO_DROPOUT, *words, "--max_steps", 2, "--save_strategy", "no"]))
+        cases.append((f"{name} O2", [*loaded, *NO_DROPOUT, *words, *O2]))
+        cases.append((f"{name} O1", [*loaded, *NO_DROPOUT, *words, "--bf16", "--save_strategy", "no"]))
+    cases.append(
+        ("ddp O2 master", [*loaded, *NO_DROPOUT, *O2, "--amp_master_grad", "--gradient_accumulation_steps", 2])
+    )
+    for kind in ("", " O2"):
+        for saved, resumed in itertools.product(STRATEGIES, STRATEGIES):
+            checkpoint = folder / f"{saved}{kind}" / f"checkpoint-{SAVED}"
+            words = [*loaded, *NO_DROPOUT, *sharding[resumed], "--resume_from_checkpoint", checkpoint]
+            cases.append((f"{saved} to {resumed}{kind}", [*words, *(O2 if kind else [])]))
+    for name, words in sharding.items():
+        checkpoint = folder / f"{name} dropout" / f"checkpoint-{SAVED}"
+        cases.append((f"{name} dropout again", [*loaded, *words, "--resume_from_checkpoint", checkpoint]))
+    (folder / "wrong.json").write_text(json.dumps({**zero3, "gradient_clipping": 1.0, "scheduler": {"type": "x"}}))
+    cases.append(("wrong file", [*loaded, "--deepspeed", folder / "wrong.json", "--max_grad_norm", 0.5]))
+    named = [(name, [*words, "--output_dir", folder / name]) for name, words in cases]
+    return folder, run_session(2, named, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, corpus_folder, tmp_path_factory):
+    """The same training in one process: half the ranks, twice the accumulation."""
+
+    def run(*words):
+        folder = tmp_path_factory.mktemp("alone")
+        argv = [*BASE, *NO_DROPOUT, "--model_name_or_path", tiny_model, "--continue_training", "--input_dir"]
+        argv += [corpus_folder / "mmap", "--gradient_accumulation_steps", "2", "--output_dir", folder]
+        argv += ["--per_device_eval_batch_size", "4", *words]
+        metrics = pretrain(parse_pretrain([str(word) for word in argv], {}))
+        return {"metrics": metrics, "history": json.loads((folder / "trainer_state.json").read_text())["log_history"]}
+
+    return run
+
+
+pytestmark = pytest.mark.distributed
+
+
+def test_every_stage_trains_like_one_process(session, alone):
+    wanted = alone()
+    for name in STRATEGIES:
+        found = session[1][name]
+        assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name
+        assert norms(found) == pytest.approx(norms(wanted), abs=1e-5), name
+        assert found["metrics"]["eval_loss"] == pytest.approx(wanted["metrics"]["eval_loss"], abs=1e-5), name
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_agrees_between_strategies(session, level):
+    wanted = losses(session[1][f"ddp {level}"])
+    assert wanted != losses(session[1]["ddp"]) and wanted == pytest.approx(losses(session[1]["ddp"]), abs=3e-3)
+    for name in STRATEGIES:
+        assert losses(session[1][f"{name} {level}"]) == pytest.approx(wanted, abs=2e-3), name
+
+
+def test_random_weights_do_not_depend_on_the_strategy(session):
+    first = {name: losses(session[1][f"{name} random"]) for name in STRATEGIES}
+    for name in STRATEGIES:
+        assert first[name] == pytest.approx(first["ddp"], abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["", " O2"])
+@pytest.mark.parametrize("saved", STRATEGIES)
+def test_any_strategy_goes_on_from_any_checkpoint(session, saved, kind):
+    """The steps after the checkpoint are those of the run that wrote it, whatever goes on."""
+    wanted = losses(session[1][f"{saved}{kind}"])
+    for resumed in STRATEGIES:
+        found = losses(session[1][f"{saved} to {resumed}{kind}"])
+        assert found[:SAVED] == wanted[:SAVED], resumed  # the log of the run before
+        assert found == pytest.approx(wanted, abs=2e-3 if kind else 2e-6), resumed
+    assert losses(session[1][f"{saved} to {saved}{kind}"]) == wanted
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_resumed_equals_uninterrupted_with_dropout(session, name):
+    folder, results = session
+    assert losses(results[f"{name} dropout again"]) == losses(results[f"{name} dropout"])
+    assert losses(results[f"{name} dropout"]) != losses(results[name])
+    a, b = (AutoModelForCausalLM.from_pretrained(folder / f"{name}{end}") for end in (" dropout", " dropout again"))
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_another_number_of_processes_goes_on(session, alone, capsys):
+    for name in STRATEGIES:
+        found = alone("--resume_from_checkpoint", session[0] / name / f"checkpoint-{SAVED}")
+        assert losses(found) == pytest.approx(losses(session[1][name]), abs=2e-6), name
+
+
+def test_what_is_saved_is_plain_gpt2_in_the_precision_of_the_weights(session):
+    for name, dtype in (("stage3", torch.float32), ("stage3 O2", torch.bfloat16), ("ddp O2", torch.bfloat16)):
+        model, report = AutoModelForCausalLM.from_pretrained(session[0] / name, output_loading_info=True)
+        assert type(model).__name__ == "GPT2LMHeadModel" and not any(report.values()) and model.dtype == dtype
+        assert model.transformer.h[0].attn.c_attn.weight.shape == (32, 96)
+
+
+def test_float32_sums_of_gradients_train(session):
+    assert losses(session[1]["ddp O2 master"])[-1] < losses(session[1]["ddp O2 master"])[0]
+
+
+def test_a_file_that_contradicts_a_flag_is_refused_with_both_values(session):
+    error = session[1]["wrong file"]["error"]
+    assert "says gradient_clipping 1.0, --max_grad_norm says 0.5" in error and "'scheduler' block" in error
