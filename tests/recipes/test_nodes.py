@@ -1,0 +1,97 @@
+"""Four processes in groups, two nodes with a launcher each, DeepSpeed's own launcher: all train like one process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from gptlm.config.run import parse_pretrain
+from gptlm.recipes.pretrain import pretrain
+from tests.conftest import ROOT
+from tests.recipes.test_sharding import TINY, losses, norms, run_session
+
+pytestmark = pytest.mark.distributed
+
+BASE = (
+    "--max_seq_length 16 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1 --save_steps 3 "
+    "--learning_rate 1e-2 --min_learning_rate 1e-3 --split 80,10,10 --warmup_steps 2 --weight_decay 0.1 --do_train "
+    "--device cpu --disable_tqdm 1 --report_to none --hidden_dropout_prob 0 --attention_probs_dropout_prob 0 "
+    "--continue_training"
+).split()
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def words(tiny_model, corpus_folder):
+    return [*BASE, "--model_name_or_path", tiny_model, "--input_dir", corpus_folder / "mmap"]
+
+
+@pytest.fixture(scope="module")
+def wanted(words, tmp_path_factory):
+    """One process, four micro-batches."""
+    folder = tmp_path_factory.mktemp("one")
+    argv = [*words, "--gradient_accumulation_steps", 4, "--output_dir", folder]
+    pretrain(parse_pretrain([str(word) for word in argv], {}))
+    return {"history": json.loads((folder / "trainer_state.json").read_text())["log_history"]}
+
+
+def test_groups_of_two_among_four(words, wanted, tmp_path):
+    """Stage 1 shares optimizer state inside each pair, stage 3 weights; the pairs are replicas of each other."""
+    zero3 = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, "zero_hpz_partition_size": 2, **TINY}}
+    zero3 |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    (tmp_path / "zero3.json").write_text(json.dumps({**zero3, "gradient_clipping": "auto"}))
+    pairs = ["--sharding_parallel_degree", 2]
+    cases = {
+        "stage1": ["--sharding", "stage1", *pairs],
+        "stage1 O2": ["--sharding", "stage1", *pairs, "--bf16", "--fp16_opt_level", "O2"],
+        "stage3": ["--deepspeed", tmp_path / "zero3.json"],
+        "stage1 again": ["--sharding", "stage1", *pairs, "--resume_from_checkpoint", tmp_path / "stage1/checkpoint-3"],
+    }
+    named = [(name, [*words, *more, "--output_dir", tmp_path / name]) for name, more in cases.items()]
+    results = run_session(4, named, tmp_path)
+    for name, found in results.items():
+        close = 3e-3 if "O2" in name else 1e-5
+        assert losses(found) == pytest.approx(losses(wanted), abs=close), name
+    assert norms(results["stage1"]) == pytest.approx(norms(wanted), abs=1e-5)
+    assert losses(results["stage1 again"]) == losses(results["stage1"])
+
+
+def test_two_nodes_with_a_launcher_each(words, wanted, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [ROOT / "scripts" / "run_pretrain.py", *words, "--gradient_accumulation_steps", 2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1]
+    command += ["--rdzv_id", "job", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    whole = [str(word) for word in [*command, *script, "--sharding", "stage2", "--output_dir", tmp_path / "out"]]
+    nodes = [
+        subprocess.Popen(whole, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for node in nodes:
+        _, errors = node.communicate(timeout=240)
+        assert node.returncode == 0, errors.decode()[-3000:]
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert losses({"history": history}) == pytest.approx(losses(wanted), abs=1e-5)
+
+
+def test_deepspeed_s_launcher(words, wanted, tmp_path):
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", 2, "--master_port", 0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        command[-1] = free.getsockname()[1]
+    command += [ROOT / "scripts" / "run_pretrain.py", *words, "--gradient_accumulation_steps", 2]
+    command += ["--sharding", "stage1", "--output_dir", tmp_path / "out"]
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert losses({"history": history}) == pytest.approx(losses(wanted), abs=1e-5)
