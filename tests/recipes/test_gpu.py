@@ -8,6 +8,7 @@ import torch
 from gptlm.config.run import parse_pretrain
 from gptlm.model.documents import Documents, document_attention
 from gptlm.recipes.pretrain import pretrain
+from gptlm.training.checkpoint import read
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +77,17 @@ def test_document_masking_agrees_with_the_cpu(losses, flag):
     words = ("--document_masking", "attention", "--eod_mask_loss")
     wanted = [entry["loss"] for entry in losses("cpu", *words, "--device", "cpu")]
     assert [entry["loss"] for entry in losses("gpu", *words, *flag)] == pytest.approx(wanted, abs=2e-2)
+
+
+@pytest.mark.parametrize("more", [(), ("--fp16_opt_level", "O2"), ("--deepspeed", "ds_configs/zero2.json")])
+def test_the_loss_scale_goes_on(losses, tmp_path, more):
+    """Window 3: the scale doubles at steps 3 and 6; a run resumed at step 4 doubles at 6 as well, and ends the same."""
+    words = ("--fp16", "--scale_loss", 256, "--loss_scale_window", 3, "--save_steps", 4, *more)
+    if "--deepspeed" in more:
+        words += ("--fp16_opt_level", "O2")
+    whole = losses("whole", *words)
+    resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-4")
+    assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in whole], abs=1e-3)
+    scales = [read(tmp_path / name / "checkpoint-8").facts["loss_scale"] for name in ("whole", "resumed")]
+    assert scales[0] == scales[1] and scales[0]["value"] == 1024
+    assert read(tmp_path / "whole" / "checkpoint-4").facts["loss_scale"]["value"] == 512

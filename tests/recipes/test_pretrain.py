@@ -528,6 +528,17 @@ def test_the_mean_loss_of_a_resumed_run_is_that_of_the_whole_run(train, tmp_path
     assert resumed["train_loss"] == pytest.approx(whole["train_loss"], abs=1e-9)
 
 
+def test_weights_alone_can_go_on(train, tmp_path):
+    """--ignore_load_lr_and_optim: the samples go on, the schedule and the optimizer start anew."""
+    words = (*NO_DROPOUT, "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "3")
+    _, whole = train(*words)
+    cut_back_to(tmp_path / "out", 3)
+    _, found = train(*words, "--ignore_load_lr_and_optim")
+    assert rates(found)[3:] == rates(whole)[:3] and losses(found)[3] == pytest.approx(losses(whole)[3], abs=1e-6)
+    assert losses(found)[4] != pytest.approx(losses(whole)[4], abs=1e-5)
+    assert checkpoint.read(tmp_path / "out/checkpoint-6").facts["consumed_samples"] == 12
+
+
 def test_a_checkpoint_of_another_model_is_refused(train, tiny_model, tmp_path):
     train()
     cut_back_to(tmp_path / "out", 3)

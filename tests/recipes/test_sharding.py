@@ -79,6 +79,8 @@ def session(tiny_model, corpus_folder, tmp_path_factory):
             checkpoint = folder / f"{saved}{kind}" / f"checkpoint-{SAVED}"
             words = [*loaded, *NO_DROPOUT, *sharding[resumed], "--resume_from_checkpoint", checkpoint]
             cases.append((f"{saved} to {resumed}{kind}", [*words, *(O2 if kind else [])]))
+    best = ["--load_best_model_at_end", "--eval_steps", 2, "--save_steps", 2, "--learning_rate", 0.3]
+    cases.append(("stage3 best", [*loaded, *NO_DROPOUT, *sharding["stage3"], *best]))
     for name, words in sharding.items():
         checkpoint = folder / f"{name} dropout" / f"checkpoint-{SAVED}"
         cases.append((f"{name} dropout again", [*loaded, *words, "--resume_from_checkpoint", checkpoint]))
@@ -161,6 +163,16 @@ def test_what_is_saved_is_plain_gpt2_in_the_precision_of_the_weights(session):
         model, report = AutoModelForCausalLM.from_pretrained(session[0] / name, output_loading_info=True)
         assert type(model).__name__ == "GPT2LMHeadModel" and not any(report.values()) and model.dtype == dtype
         assert model.transformer.h[0].attn.c_attn.weight.shape == (32, 96)
+
+
+def test_the_best_model_comes_back_under_stage_3(session):
+    """With such a learning rate the loss soon rises: the last step is not the best one."""
+    folder = session[0] / "stage3 best"
+    found = [entry for entry in session[1]["stage3 best"]["history"] if "eval_loss" in entry]
+    best = min(found, key=lambda entry: entry["eval_loss"])["step"]
+    assert best < STEPS
+    final, kept = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, folder / f"checkpoint-{best}"))
+    assert all(torch.equal(x, y) for x, y in zip(final.state_dict().values(), kept.state_dict().values()))
 
 
 def test_float32_sums_of_gradients_train(session):

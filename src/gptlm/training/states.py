@@ -122,7 +122,7 @@ def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.O
         weight = stored.weight(name)
         owner.copy_(weight)
         parameter.copy_(weight)
-        if stored.has_moments(name):
+        if steps and stored.has_moments(name):
             state = {kind: stored.moment(name, kind).to(owner.device) for kind in MOMENTS}
             step = torch.tensor(float(steps), device=owner.device if fused else "cpu")
             optimizer.state[owner] = {"step": step, **state}

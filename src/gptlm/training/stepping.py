@@ -7,6 +7,7 @@ Overridden, and why:
     _clip_grad_norm, _get_grad_norm   on the master weights
 """
 
+import json
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,10 @@ from gptlm.parallel.engine import ShardGroups
 from gptlm.training.loss_scale import LossScale
 from gptlm.training.master import MasterWeightAdamW, clip
 
+OFFLOAD = (
+    "offloading needs DeepSpeed's CPU optimizer, which could not be compiled or loaded: {reason}; install a C++ "
+    "compiler (and, on a GPU machine, the CUDA toolkit of torch's version), or leave offload out"
+)
 ADVICE = "try a lower --learning_rate, more --warmup_steps, --max_grad_norm 1.0, or --bf16 instead of --fp16"
 
 
@@ -75,7 +80,12 @@ class SteppingTrainer(Trainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         groups = ShardGroups(self.shard_degree) if self.shard_degree else None
         with groups.applied() if groups else nullcontext():
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            try:
+                prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            except (AttributeError, ImportError, RuntimeError, OSError) as error:
+                if "offload" not in json.dumps(self.args.deepspeed or ""):
+                    raise
+                raise GptlmError(OFFLOAD.format(reason=str(error).strip().splitlines()[0])) from error
         if groups:
             groups.attach(self.model_wrapped)
         return prepared
