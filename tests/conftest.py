@@ -11,7 +11,8 @@ import pytest
 
 from gptlm.data.writer import IndexedTokensWriter
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"  # recorded cases of the originals; tests that use them skip where it is absent
 
