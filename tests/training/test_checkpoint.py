@@ -74,8 +74,9 @@ def test_writing_the_same_step_again_replaces_it(tmp_path):
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         write(tmp_path, step)
-    assert checkpoint.rotate(tmp_path, None, None) == []
-    removed = checkpoint.rotate(tmp_path, 2, tmp_path / "checkpoint-2")
+    newest = checkpoint.folders(tmp_path)[-1]
+    assert checkpoint.rotate(tmp_path, None, None, newest) == []
+    removed = checkpoint.rotate(tmp_path, 2, tmp_path / "checkpoint-2", newest)
     assert [p.name for p in removed] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    assert [p.name for p in checkpoint.rotate(tmp_path, 1, tmp_path / "checkpoint-2")] == []
-    assert [p.name for p in checkpoint.rotate(tmp_path, 1, None)] == ["checkpoint-2"]
+    assert [p.name for p in checkpoint.rotate(tmp_path, 1, tmp_path / "checkpoint-2", newest)] == []
+    assert [p.name for p in checkpoint.rotate(tmp_path, 1, None, newest)] == ["checkpoint-2"]

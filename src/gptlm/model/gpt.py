@@ -282,8 +282,10 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if kwargs.get("is_main_process", True):
             for file in Path(save_directory).glob("*.safetensors"):  # made for the owner only
                 file.chmod((Path(save_directory) / "config.json").stat().st_mode & 0o777)
+            in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer switches it off
             self.config.architectures = ["GPT2LMHeadModel"]
             self.config.save_pretrained(save_directory)
+            self.config.use_cache = in_training
 
 
 register_checkpoint_conversion_mapping(

@@ -5,6 +5,7 @@ No optimizer and no scheduler block: DeepSpeed's own would decay biases and laye
 """
 
 import copy
+import difflib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,14 @@ from gptlm.errors import UsageError
 CPU = {"device": "cpu", "pin_memory": True}
 SILENT = 1 << 30  # DeepSpeed's own progress lines come every so many steps
 SUPERSEDED = ("optimizer", "scheduler", "tensor_parallel", "pipeline", "amp", "data_efficiency", "compression_training")
+KNOWN = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping zero_optimization "
+    "fp16 bf16 torch_autocast data_types steps_per_print wall_clock_breakdown dump_state prescale_gradients "
+    "gradient_predivide_factor sparse_gradients communication_data_type seq_parallel_communication_data_type "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer comms_logger flops_profiler activation_checkpointing "
+    "tensorboard wandb csv_monitor comet aio checkpoint elasticity autotuning nebula memory_breakdown "
+    "disable_allgather dataloader_drop_last timers compile graph_harvesting hybrid_engine zenflow eigenvalue"
+).split()
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
         UsageError: naming both values where file and flag contradict each other, or a block that cannot be used.
     """
     config = copy.deepcopy(config)
+    _check_form(config, name)
     problems = [
         f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config
     ]
@@ -107,6 +117,20 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
     if problems:
         raise UsageError("\n".join(problems))
     return config
+
+
+def _check_form(config: dict[str, Any], name: str) -> None:
+    """What DeepSpeed would stumble over, or pass over in silence."""
+    for key in ("zero_optimization", "fp16", "bf16"):
+        if not isinstance(config.get(key, {}), dict):
+            raise UsageError(f"{name}: {key} is {config[key]!r}; expected an object like {{...}}")
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise UsageError(f"{name}: zero_optimization.stage is {stage!r}; expected 1, 2 or 3")
+    for key in config:
+        if key not in KNOWN and key not in SUPERSEDED:
+            near = difflib.get_close_matches(key, KNOWN, n=1)
+            raise UsageError(f"{name}: {key} is no key of DeepSpeed{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def _fill_precision(config: dict[str, Any], wanted: Wanted, name: str) -> list[str]:

@@ -155,7 +155,7 @@ def _schedule(run: PretrainRun) -> Schedule:
 
 def _train(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> dict[str, float]:
     """Train, save the final model, write results. A run that had reached its last step is only saved again."""
-    _clear_output(run, trainer)
+    _clear_output(run, trainer, start)
     if start is not None and start.facts["global_step"] >= run.training.max_steps:
         done, wanted = start.facts["global_step"], run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
@@ -189,12 +189,14 @@ def _evaluation_of_result(trainer: PretrainTrainer) -> dict[str, float]:
     return {}
 
 
-def _clear_output(run: PretrainRun, trainer: PretrainTrainer) -> None:
-    """Remove what an interrupted save left, and with overwrite_output_dir the old checkpoints."""
+def _clear_output(run: PretrainRun, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> None:
+    """Remove what an interrupted save left, and with overwrite_output_dir the old checkpoints; set later ones aside."""
     if not trainer.args.should_save:
         return
     output_dir = Path(run.training.output_dir or "")
     checkpoint.remove_leftovers(output_dir)
+    for left in checkpoint.set_aside(output_dir, start.facts["global_step"]) if start else ():
+        logger.warning("%s is not gone on from; it is called %s now", left.name.removeprefix("left-"), left)
     if run.training.overwrite_output_dir:
         remove_results(output_dir)
         for old in checkpoint.folders(output_dir):

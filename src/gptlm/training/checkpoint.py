@@ -104,12 +104,26 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def rotate(output_dir: Path, limit: int | None, best: Path | None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `limit`; the newest and `best` stay. Returns what was removed."""
+def set_aside(output_dir: Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step`, from which a run goes on: they are damaged, or of a way that was left.
+
+    Returns the new folders, `left-checkpoint-N`, which nothing resumes from.
+    """
+    moved = []
+    for path in folders(output_dir):
+        if step_of(path) > step:
+            aside = path.with_name(f"left-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            moved.append(path.rename(aside))
+    return moved
+
+
+def rotate(output_dir: Path, limit: int | None, best: Path | None, written: Path) -> list[Path]:
+    """Remove the oldest checkpoints beyond `limit`; `written` and `best` stay. Returns what was removed."""
     everything = folders(output_dir)
     if limit is None or len(everything) <= limit:
         return []
-    kept = {everything[-1].name} | ({best.name} if best is not None else set())
+    kept = {written.name} | ({best.name} if best is not None else set())
     removable = [path for path in everything if path.name not in kept]
     removed = removable[: len(everything) - max(limit, len(kept))]
     for path in removed:
@@ -132,9 +146,10 @@ def writing(path: Path, what: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         remove_leftovers(path.parent)  # what was written of it would fill the disk
+        advice = "does another run write into this folder?" if isinstance(error, FileNotFoundError) else "make room"
         raise GptlmError(
-            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole, "
-            "make room and start the same command again"
+            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole; "
+            f"{advice}, then start the same command again"
         ) from error
 
 

@@ -99,7 +99,7 @@ class SavingTrainer(SteppingTrainer):
         final = checkpoint.commit(staging, self._manifest())
         logger.info("checkpoint written to %s", final)
         best = self.state.best_model_checkpoint
-        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None):
+        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None, final):
             logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
 
     def _write_checkpoint(self, folder: Path) -> None:

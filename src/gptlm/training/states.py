@@ -5,6 +5,7 @@ moments) and, where the model's own weights are half precision, `master` (their 
 network's names and shapes, so any layout can take its part.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,22 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         size += tensor.numel() * tensor.element_size()
         if size >= FILE_BYTES:
             number += 1
-            save_file(pending, folder / f"optimizer-{number:05d}.safetensors")
+            _save(pending, folder, number)
             pending, size = {}, 0
     if pending:
-        save_file(pending, folder / f"optimizer-{number + 1:05d}.safetensors")
+        _save(pending, folder, number + 1)
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> None:
+    path = folder / f"optimizer-{number:05d}.safetensors"
+    save_file(tensors, path)
+    path.chmod(0o666 & ~_umask())  # safetensors makes it for the owner only
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def files(folder: Path) -> list[Path]:
