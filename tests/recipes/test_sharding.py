@@ -79,13 +79,17 @@ def session(tiny_model, corpus_folder, tmp_path_factory):
             checkpoint = folder / f"{saved}{kind}" / f"checkpoint-{SAVED}"
             words = [*loaded, *NO_DROPOUT, *sharding[resumed], "--resume_from_checkpoint", checkpoint]
             cases.append((f"{saved} to {resumed}{kind}", [*words, *(O2 if kind else [])]))
-    best = ["--load_best_model_at_end", "--eval_steps", 2, "--save_steps", 2, "--learning_rate", 0.3]
-    cases.append(("stage3 best", [*loaded, *NO_DROPOUT, *sharding["stage3"], *best]))
+    best = ["--load_best_model_at_end", "--eval_steps", 2, "--save_steps", 2, "--learning_rate", 1]
+    best += ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", STEPS]
+    for name in ("ddp", "stage3"):
+        cases.append((f"{name} best", [*loaded, *NO_DROPOUT, *sharding[name], *best]))
     for name, words in sharding.items():
         checkpoint = folder / f"{name} dropout" / f"checkpoint-{SAVED}"
         cases.append((f"{name} dropout again", [*loaded, *words, "--resume_from_checkpoint", checkpoint]))
     (folder / "wrong.json").write_text(json.dumps({**zero3, "gradient_clipping": 1.0, "scheduler": {"type": "x"}}))
     cases.append(("wrong file", [*loaded, "--deepspeed", folder / "wrong.json", "--max_grad_norm", 0.5]))
+    (folder / "typo.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}}))
+    cases.append(("typo", [*loaded, "--deepspeed", folder / "typo.json"]))
     named = [(name, [*words, "--output_dir", folder / name]) for name, words in cases]
     return folder, run_session(2, named, folder)
 
@@ -165,10 +169,11 @@ def test_what_is_saved_is_plain_gpt2_in_the_precision_of_the_weights(session):
         assert model.transformer.h[0].attn.c_attn.weight.shape == (32, 96)
 
 
-def test_the_best_model_comes_back_under_stage_3(session):
-    """With such a learning rate the loss soon rises: the last step is not the best one."""
-    folder = session[0] / "stage3 best"
-    found = [entry for entry in session[1]["stage3 best"]["history"] if "eval_loss" in entry]
+@pytest.mark.parametrize("name", ["ddp", "stage3"])
+def test_the_best_model_comes_back_on_every_rank(session, name):
+    """With a learning rate that rises to 1 the loss soon does, too: the last step is not the best one."""
+    folder = session[0] / f"{name} best"
+    found = [entry for entry in session[1][f"{name} best"]["history"] if "eval_loss" in entry]
     best = min(found, key=lambda entry: entry["eval_loss"])["step"]
     assert best < STEPS
     final, kept = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, folder / f"checkpoint-{best}"))
@@ -182,3 +187,5 @@ def test_float32_sums_of_gradients_train(session):
 def test_a_file_that_contradicts_a_flag_is_refused_with_both_values(session):
     error = session[1]["wrong file"]["error"]
     assert "says gradient_clipping 1.0, --max_grad_norm says 0.5" in error and "'scheduler' block" in error
+    assert "DeepSpeed refuses zero_optimization: " in session[1]["typo"]["error"]
+    assert "overlap_com" in session[1]["typo"]["error"]

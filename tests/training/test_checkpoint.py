@@ -75,6 +75,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         write(tmp_path, step)
     newest = checkpoint.folders(tmp_path)[-1]
+    newest = checkpoint.folders(tmp_path)[-1]
     assert checkpoint.rotate(tmp_path, None, None, newest) == []
     removed = checkpoint.rotate(tmp_path, 2, tmp_path / "checkpoint-2", newest)
     assert [p.name for p in removed] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]

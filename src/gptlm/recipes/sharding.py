@@ -33,6 +33,8 @@ def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | Non
         stage = next(int(word[-1]) for word in words if word.startswith("stage"))
         config, name = zero_config(stage, offload="offload" in words), f"--sharding {parallel.sharding}"
     config = filled(config, _wanted(run, machine), name)
+    if parallel.deepspeed:
+        _check_zero(config, name)
     if machine.precision == "fp16" and machine.level == "O2" and not math.log2(training.scale_loss).is_integer():
         power = config["fp16"]["initial_scale_power"]
         logger.info("--scale_loss %g: DeepSpeed's is a power of two, %d", training.scale_loss, 2**power)
@@ -64,6 +66,18 @@ def _wanted(run: PretrainRun, machine: Machine) -> Wanted:
         master_grad=training.amp_master_grad,
         shard_degree=degree if run.parallel.sharding and 1 < degree < run.dims.data else None,
     )
+
+
+def _check_zero(config: dict[str, Any], name: str) -> None:
+    """DeepSpeed's own check of its ZeRO settings, as a sentence; "auto" is filled in by the Trainer later."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = config.get("zero_optimization", {})
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{name}: DeepSpeed refuses zero_optimization: {reason}") from error
 
 
 def _read(file: str) -> dict[str, Any]:

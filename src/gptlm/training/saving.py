@@ -108,11 +108,11 @@ class SavingTrainer(SteppingTrainer):
         if not self.args.save_only_model:
             states.write(folder, states.gather(self.network, self.inner_optimizer, writes=self.args.should_save))
             self._save_rng_state(str(folder))
+        if self.state.best_global_step:  # every rank has to know it: all of them load it in the end
+            best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
+            if best.is_dir() or self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(best)
         if self.args.should_save:
-            if self.state.best_global_step:
-                best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
-                if best.is_dir() or self.state.best_global_step == self.state.global_step:
-                    self.state.best_model_checkpoint = str(best)
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _manifest(self) -> dict[str, Any]:
