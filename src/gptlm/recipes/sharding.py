@@ -35,6 +35,11 @@ def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | Non
     config = filled(config, _wanted(run, machine), name)
     if parallel.deepspeed:
         _check_zero(config, name)
+    if machine.precision == "fp16" and machine.level == "O1":
+        logger.warning(
+            "--scale_loss, --loss_scale, --loss_scale_window, --hysteresis and --min_loss_scale have no effect with "
+            "sharded float16 autocast: DeepSpeed's own scale starts at 65536, also after a resume (O2 obeys them)"
+        )
     if machine.precision == "fp16" and machine.level == "O2" and not math.log2(training.scale_loss).is_integer():
         power = config["fp16"]["initial_scale_power"]
         logger.info("--scale_loss %g: DeepSpeed's is a power of two, %d", training.scale_loss, 2**power)
