@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import active_children, get_context, parent_process
@@ -180,7 +180,7 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
     try:
         in_flight: deque = deque()
         for group in groups:
-            with _interrupts_ignored() if not in_flight else nullcontext():  # the first one starts the workers
+            with _interrupts_later():  # it may start a worker
                 in_flight.append(pool.submit(_encode_group, settings, group))
             if len(in_flight) >= workers * GROUPS_AHEAD:
                 yield from in_flight.popleft().result()
@@ -202,8 +202,28 @@ def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int
 
 
 @contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block, and processes started inside never see it: they end with their parent.
+
+    Blocking alone would not do: another thread takes the signal, and Python raises it in this one.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    noted: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C is not for the workers: processes started inside ignore it, and end with their parent."""
     if current_thread() is not main_thread():
         yield
         return
