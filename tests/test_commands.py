@@ -222,6 +222,23 @@ def test_printing_the_run(work, model):
     result = run_script("run_pretrain", "args.json", "--seed", 7, "--print_config", cwd=work)
     found = json.loads(result.stdout)
     assert (found["run"]["max_steps"], found["run"]["seed"], found["from"]["max_steps"]) == (5, 7, "args.json")
+    (work / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}))
+    result = run_script(
+        "run_pretrain",
+        *words,
+        "--sharding",
+        "",
+        "--deepspeed",
+        "ds.json",
+        "--fp16_opt_level",
+        "O1",
+        "--print_config",
+        cwd=work,
+    )
+    assert (
+        result.returncode == 2
+        and "ds.json says fp16.enabled True, the flags say --fp16 --fp16_opt_level O1" in result.stderr
+    )
 
 
 def test_a_refused_command_says_why_on_stderr_alone(work):

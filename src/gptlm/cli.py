@@ -36,6 +36,10 @@ def pretrain(argv: Sequence[str]) -> None:
     words = [word for word in argv if word not in PRINT_CONFIG]
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
+        if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
+            from gptlm.recipes.sharding import check_file
+
+            check_file(run)
         print(run.as_json())
         return
     see_one_card(run.training.device, os.environ)

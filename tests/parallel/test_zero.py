@@ -51,11 +51,11 @@ def test_flags_and_files_give_the_same_complete_configuration(stage):
     ],
 )
 def test_precision(precision, level, fp16, bf16, autocast):
-    wanted = Wanted(1, 1, 2, 1.0, precision, level, first_scale=1024, scale_window=500, hysteresis=2, master_grad=True)
+    wanted = Wanted(1, 1, 2, 1.0, precision, level, scale_window=500, hysteresis=2, master_grad=True)
     config = filled(zero_config(2), wanted)
     assert (config["fp16"]["enabled"], config["bf16"]["enabled"]) == (fp16, bf16)
     assert config.get("torch_autocast") == (autocast and {"enabled": True, "dtype": autocast})
-    scale = {"loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
+    scale = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
     assert config["fp16"] == {"enabled": fp16, **scale}
     assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if level == "O2" else None)
 

@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node N tests/recipes/session.py CASES.json RESULTS.json
 
+A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed leave to GPUs otherwise.
+
 CASES: [[name, [words of the command]], ...]; RESULTS: {name: {"history": [...], "metrics": {...}} or {"error": text}}.
 """
 
@@ -9,15 +11,32 @@ import gc
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
-from gptlm.recipes.pretrain import pretrain
+from gptlm.recipes import pretrain as recipe
+from gptlm.recipes.machine import Machine
+
+
+@contextmanager
+def float16_on_the_cpu(words):
+    accelerator, choose = get_accelerator(), recipe.choose_machine
+    if "--fp16" in words:
+        accelerator.is_fp16_supported = lambda: True
+        accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
+        recipe.choose_machine = lambda device, *, level, **_: Machine("cpu", "fp16", level)
+    try:
+        yield
+    finally:
+        recipe.choose_machine = choose
 
 
 def main(cases: str, results: str) -> None:
@@ -26,7 +45,8 @@ def main(cases: str, results: str) -> None:
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
         try:
-            metrics = pretrain(parse_pretrain(words, os.environ))
+            with float16_on_the_cpu(words):
+                metrics = recipe.pretrain(parse_pretrain(words, os.environ))
             dist.barrier()
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
@@ -35,6 +55,7 @@ def main(cases: str, results: str) -> None:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}
         torch.nn.functional.linear = linear
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
         unset_hf_deepspeed_config()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         gc.collect()

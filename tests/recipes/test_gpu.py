@@ -85,12 +85,22 @@ def test_document_masking_agrees_with_the_cpu(losses, flag):
     assert [entry["loss"] for entry in losses("gpu", *words, *flag)] == pytest.approx(wanted, abs=2e-2)
 
 
-@pytest.mark.parametrize("more", [(), ("--fp16_opt_level", "O2"), ("--deepspeed", ROOT / "ds_configs/zero2.json")])
-def test_the_loss_scale_goes_on(losses, tmp_path, more):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("file", [(), *(("--deepspeed", ROOT / f"ds_configs/zero{stage}.json") for stage in (1, 2, 3))])
+def test_the_loss_scale_goes_on(losses, tmp_path, level, file):
     """Window 3: the scale doubles at steps 3 and 6; a run resumed at step 4 doubles at 6 as well, and ends the same."""
-    words = ("--fp16", "--scale_loss", 256, "--loss_scale_window", 3, "--save_steps", 4, *more)
-    if "--deepspeed" in more:
-        words += ("--fp16_opt_level", "O2")
+    words = (
+        "--fp16",
+        "--scale_loss",
+        256,
+        "--loss_scale_window",
+        3,
+        "--save_steps",
+        4,
+        "--fp16_opt_level",
+        level,
+        *file,
+    )
     whole = losses("whole", *words)
     resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-4")
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in whole], abs=1e-3)

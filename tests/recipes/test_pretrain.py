@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
 from gptlm.config.run import parse_pretrain
@@ -226,6 +227,21 @@ def test_explicit_checkpoints(train, tmp_path):
     train("--resume_from_checkpoint", "true", output="fresh")  # the first start of a job that restarts itself
     with pytest.raises(GptlmError, match="checkpoint-99 does not exist"):
         train("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-99", output="other2")
+
+
+def test_two_runs_in_one_folder(train, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(GptlmError, match="another run is writing into .*out;"):
+        train()
+    train("--max_steps", "3")
+    assert not (tmp_path / "out" / ".lock").exists()
+    capsys.readouterr()
+    train()
+    said = capsys.readouterr()
+    assert f"weights from {tmp_path / 'out' / 'checkpoint-3'}\n" in said.out and "do not match" not in said.err
+    with pytest.raises(GptlmError, match=r"not a number|is nan|is inf") as caught:
+        train("--learning_rate", "1e30", "--max_grad_norm", "0", output="nan")
+    assert "--bf16" not in str(caught.value)
 
 
 def test_weights_only_checkpoints_cannot_be_resumed(train, tmp_path):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gptlm.config.run import parse_pretrain
 from gptlm.recipes.pretrain import pretrain
+from gptlm.training.checkpoint import read
 from tests.conftest import ROOT
 
 STEPS, SAVED = 10, 5
@@ -30,6 +31,7 @@ O2 = ["--bf16", "--fp16_opt_level", "O2"]
 TINY = {  # the stage-3 settings under which even small weights are sharded
     f"stage3_{name}": 0 for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 }
+FLOAT16 = ("stage1 fp16 O1", "stage2 fp16 O1", "stage3 fp16 O1", "stage2 fp16 O2")
 STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
 
 
@@ -79,6 +81,17 @@ def session(tiny_model, corpus_folder, tmp_path_factory):
             checkpoint = folder / f"{saved}{kind}" / f"checkpoint-{SAVED}"
             words = [*loaded, *NO_DROPOUT, *sharding[resumed], "--resume_from_checkpoint", checkpoint]
             cases.append((f"{saved} to {resumed}{kind}", [*words, *(O2 if kind else [])]))
+    for name in FLOAT16:
+        strategy, _, level = name.split()
+        words = [*loaded, *NO_DROPOUT, *sharding[strategy], "--fp16", "--fp16_opt_level", level]
+        words += ["--scale_loss", 768, "--loss_scale_window", 3]
+        cases.append((name, words))
+        cases.append((f"{name} skips", [*words, "--scale_loss", 2.0**24]))
+        checkpoint = folder / f"{name} skips" / f"checkpoint-{SAVED}"
+        cases.append((f"{name} again", [*words, "--scale_loss", 2.0**24, "--resume_from_checkpoint", checkpoint]))
+    for level in ("O1", "O2"):
+        words = [*loaded, *sharding["stage2"], "--fp16", "--fp16_opt_level", level, "--loss_scale", 1e30]
+        cases.append((f"{level} ends", [*words, "--save_steps", 1]))
     best = ["--load_best_model_at_end", "--eval_steps", 2, "--save_steps", 2, "--learning_rate", 1]
     best += ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", STEPS]
     for name in ("ddp", "stage3"):
@@ -189,3 +202,34 @@ def test_a_file_that_contradicts_a_flag_is_refused_with_both_values(session):
     assert "says gradient_clipping 1.0, --max_grad_norm says 0.5" in error and "'scheduler' block" in error
     assert "DeepSpeed refuses zero_optimization: " in session[1]["typo"]["error"]
     assert "overlap_com" in session[1]["typo"]["error"]
+
+
+@pytest.mark.parametrize("name", FLOAT16)
+def test_sharded_float16_has_our_loss_scale(session, name):
+    """It starts at --scale_loss, no power of two, doubles every third good step, and changes no loss."""
+    folder, results = session
+    scale = read(folder / name / f"checkpoint-{STEPS}").facts["loss_scale"]
+    assert scale["value"] == 768 * 2**3 and scale["good_steps"] == STEPS
+    assert losses(results[name]) == pytest.approx(losses(results["ddp"]), abs=2e-3)
+    assert norms(results[name]) == pytest.approx(norms(results["ddp"]), rel=2e-2)
+
+
+@pytest.mark.parametrize("name", FLOAT16)
+def test_sharded_float16_skips_steps_that_overflow(session, name):
+    """2^24 is too much: it is halved until the gradients fit, the schedule waits, and a resumed run knows all that."""
+    folder, results = session
+    for run in ("skips", "again"):
+        facts = read(folder / f"{name} {run}" / f"checkpoint-{STEPS}").facts
+        skipped = STEPS - facts["optimizer_steps"]
+        assert 2 <= skipped < STEPS and facts["loss_scale"]["value"] == 2**24 / 2**skipped * 2 ** (
+            (STEPS - skipped) // 3
+        )
+    assert losses(results[f"{name} skips"]) == losses(results[f"{name} again"])
+    assert losses(results[f"{name} skips"]) == pytest.approx(losses(results[f"{FLOAT16[0]} skips"]), abs=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sharded_float16_ends_where_a_fixed_scale_is_too_much(session, level):
+    folder, results = session
+    assert "gradients overflow at the lowest loss scale 1e+30 at step 1" in results[f"{level} ends"]["error"]
+    assert not list((folder / f"{level} ends").glob("checkpoint-*"))

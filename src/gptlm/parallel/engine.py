@@ -136,21 +136,48 @@ class ShardGroups:
         optimizer.step = averaged_step
 
 
-def loss_scale_state(zero_optimizer: Any) -> dict[str, float] | None:
-    """DeepSpeed's dynamic loss scale in the words of `LossScale.state_dict`; None where there is none."""
-    scaler = getattr(zero_optimizer, "loss_scaler", None)
-    if scaler is None or not getattr(scaler, "dynamic", False):
-        return None
-    good = scaler.cur_iter - scaler.last_overflow_iter - 1
-    return {"value": float(scaler.cur_scale), "good_steps": good, "overflows_left": int(scaler.cur_hysteresis)}
+class ZeroLossScale:
+    """Our loss scale in the form DeepSpeed's ZeRO optimizers ask for.
 
+    They find an overflow in the global gradient norm, so all ranks agree on it. What it mends: under float16 autocast
+    DeepSpeed has a `torch.amp.GradScaler` in each rank, which looks at that rank's share alone and drifts from the
+    others; and it changes the scale before it unscales the gradients, which halves those of a step that doubles it.
 
-def load_loss_scale(zero_optimizer: Any, state: dict[str, float]) -> None:
-    """Put `state` back into DeepSpeed's dynamic loss scale."""
-    scaler = getattr(zero_optimizer, "loss_scaler", None)
-    if scaler is not None and getattr(scaler, "dynamic", False):
-        scaler.cur_scale, scaler.cur_hysteresis = state["value"], int(state["overflows_left"])
-        scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1
+    Args:
+        scale: a `training.loss_scale.LossScale`.
+    """
+
+    dynamic = True
+
+    def __init__(self, scale: Any):
+        self.scale = scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scale.value
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.scale.scale(loss)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Nothing yet: the step still unscales its gradients."""
+
+    def attach(self, zero_optimizer: Any) -> None:
+        """Let `zero_optimizer` scale its losses with it."""
+        zero_optimizer.loss_scaler = self
+        zero_optimizer.dynamic_loss_scale = True
+        zero_optimizer.torch_autocast_gradscaler = None
+        step = zero_optimizer.step
+
+        def counted_step(*arguments: Any, **more: Any) -> Any:
+            result = step(*arguments, **more)
+            self.scale.count(bool(zero_optimizer.overflow))
+            return result
+
+        zero_optimizer.step = counted_step
 
 
 def as_float(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ No optimizer and no scheduler block: DeepSpeed's own would decay biases and laye
 
 import copy
 import difflib
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ class Wanted:
         micro_batch, accumulation, replicas: the three factors of the global batch.
         max_grad_norm: 0 never clips.
         precision: "fp32", "fp16" or "bf16"; `level` O1 is autocast, O2 half-precision weights.
-        first_scale, fixed_scale, scale_window, hysteresis, minimum_scale: float16's loss scale.
+        fixed_scale, scale_window, hysteresis, minimum_scale: float16's loss scale.
         master_grad: add gradients up in float32.
         shard_degree: processes that share one copy of the weights (stage 3); None: all.
     """
@@ -44,7 +43,6 @@ class Wanted:
     max_grad_norm: float
     precision: str
     level: str
-    first_scale: float = 32768.0
     fixed_scale: float | None = None
     scale_window: int = 2000
     hysteresis: int = 1
@@ -147,7 +145,6 @@ def _fill_precision(config: dict[str, Any], wanted: Wanted, name: str) -> list[s
         config["torch_autocast"] = {"enabled": True, "dtype": {"fp16": "float16", "bf16": "bfloat16"}[wanted.precision]}
     scale = {
         "loss_scale": wanted.fixed_scale or 0,
-        "initial_scale_power": round(math.log2(wanted.first_scale)),
         "loss_scale_window": wanted.scale_window,
         "hysteresis": wanted.hysteresis,
         "min_loss_scale": wanted.minimum_scale,

@@ -46,7 +46,7 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
     found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     if found != wanted:
         logger.warning("--device %s: no GPU is visible here, the run goes on the CPU, which is slow", device)
-    half = ("fp16" if fp16 else "bf16" if bf16 else "fp32") if level != "O0" else "fp32"
+    half = precision_of(fp16, bf16, level)
     if half == "fp32":
         return Machine(found, "fp32")
     if found == "cpu" and (half == "fp16" or wanted != "cpu"):
@@ -55,6 +55,11 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
     if found == "cuda" and half == "bf16" and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; use --fp16")
     return Machine(found, half, level)
+
+
+def precision_of(fp16: bool, bf16: bool, level: str) -> str:
+    """The arithmetic that flags ask for; level O0 switches half precision off."""
+    return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
 
 
 def use_device(machine: Machine) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
@@ -30,7 +31,7 @@ from gptlm.recipes.pretrain_data import (
     window,
 )
 from gptlm.recipes.pretrain_model import find_tokenizer, make_model, say_start
-from gptlm.recipes.pretrain_start import check_output, say_changes, settings, starting_point
+from gptlm.recipes.pretrain_start import check_output, output_locked, say_changes, settings, starting_point
 from gptlm.recipes.sharding import deepspeed_config, shard_groups
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging, table
@@ -51,17 +52,17 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
     if run.refusals:
         raise UsageError("\n".join(run.refusals))
-    say_start(run)
     training = run.training
     check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
+    start = starting_point(run)
+    say_start(run, start)
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(machine)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    start = starting_point(run)
-    with process_group_closed():
+    with output_locked(run), process_group_closed():
         return _run(run, machine, corpora, start)
 
 
@@ -83,7 +84,8 @@ def _run(
     model = make_model(run, tokenizer, deepspeed)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    trainer = _trainer(run, arguments, datasets, tokenizer, start, model, shard_groups(run, deepspeed))
+    scale = _loss_scale(run, deepspeed) if machine.precision == "fp16" else None
+    trainer = _trainer(run, arguments, datasets, tokenizer, start, model, shard_groups(run, deepspeed), scale)
     metrics = _train(run, trainer, start) if training.do_train else {}
     if training.do_eval and not training.do_train:
         metrics |= _evaluate(trainer, "eval")
@@ -101,6 +103,7 @@ def _trainer(
     start: checkpoint.Checkpoint | None,
     model: GPTLMHeadModel,
     shard_degree: int | None,
+    loss_scale: LossScale | None,
 ) -> PretrainTrainer:
     training = run.training
     facts = {"order": order_facts(run, datasets["train"]), "settings": settings(run)}
@@ -120,7 +123,7 @@ def _trainer(
         consumed_steps=start.facts["global_step"] if start else 0,
         loss_sum=start.facts["loss_sum"] if start else 0.0,
         facts=facts,
-        loss_scale=_loss_scale(run) if training.fp16 else None,
+        loss_scale=loss_scale,
         master_grad=training.amp_master_grad,
         weights_only=training.ignore_load_lr_and_optim,
         shard_degree=shard_degree,
@@ -129,14 +132,17 @@ def _trainer(
     )
 
 
-def _loss_scale(run: PretrainRun) -> LossScale:
+def _loss_scale(run: PretrainRun, deepspeed: dict[str, Any] | None) -> LossScale:
+    """Of the flags, or of a --deepspeed FILE that speaks of it."""
     training = run.training
+    block = {key: value for key, value in (deepspeed or {}).get("fp16", {}).items() if value != "auto"}
+    power = block.get("initial_scale_power")
     return LossScale(
-        training.scale_loss,
-        window=training.loss_scale_window,
-        hysteresis=training.hysteresis,
-        minimum=training.min_loss_scale,
-        fixed=training.loss_scale,
+        training.scale_loss if power is None else 2.0**power,
+        window=block.get("loss_scale_window", training.loss_scale_window),
+        hysteresis=block.get("hysteresis", training.hysteresis),
+        minimum=block.get("min_loss_scale", training.min_loss_scale),
+        fixed=block.get("loss_scale") or training.loss_scale,
     )
 
 

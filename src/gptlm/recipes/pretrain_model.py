@@ -21,12 +21,16 @@ from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.parallel.engine import build_sharded
 from gptlm.parallel.zero import stage_of
 from gptlm.recipes.pretrain_data import data_cache
+from gptlm.training.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 
-def say_start(run: PretrainRun) -> None:
-    """The first log line of a run: where its weights come from."""
+def say_start(run: PretrainRun, start: Checkpoint | None) -> None:
+    """Where the weights of a run come from."""
+    if start is not None:
+        logger.info("weights from %s", start.path)
+        return
     if run.model.continue_training:
         logger.info("weights from %s", run.source.weights)
         return

@@ -1,15 +1,20 @@
 """Where a pretraining run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
 
 import logging
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from gptlm.config.run import PretrainRun
 from gptlm.errors import GptlmError
 from gptlm.model.presets import shape_of_config
-from gptlm.training import checkpoint, states
+from gptlm.training import checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,35 @@ def check_output(flag: str, folder: Path) -> None:
         raise GptlmError(
             f"--{flag} {folder}: {nearest} cannot be written to ({error.strerror}); give another --{flag}"
         ) from error
+
+
+@contextmanager
+def output_locked(run: PretrainRun) -> Iterator[None]:
+    """No other run writes into `output_dir` meanwhile; a killed one leaves no lock behind.
+
+    Raises:
+        GptlmError: if another run does.
+    """
+    if not run.training.do_train or int(os.environ.get("RANK", 0)) != 0:
+        yield
+        return
+    output_dir = Path(run.training.output_dir or "")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output_dir / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise GptlmError(
+            f"another run is writing into {output_dir}; wait for its end, or give another --output_dir"
+        ) from None
+    except (NotImplementedError, OSError) as error:
+        logger.warning("%s cannot be locked (%s): start no second run there", output_dir, error)
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
 
 def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
@@ -62,7 +96,7 @@ def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
             )
         if asked:
             logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
-    elif not states.files(found.path) and not training.ignore_load_lr_and_optim:
+    elif found.facts["weights_only"] and not training.ignore_load_lr_and_optim:
         raise GptlmError(
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
             f"--model_name_or_path {found.path} --continue_training and another --output_dir, or go on with "

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 from gptlm.config.run import PretrainRun
 from gptlm.errors import UsageError
 from gptlm.parallel.zero import Wanted, filled, stage_of, zero_config
-from gptlm.recipes.machine import Machine
+from gptlm.recipes.machine import Machine, precision_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +34,19 @@ def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | Non
     config = filled(config, _wanted(run, machine), name)
     if parallel.deepspeed:
         _check_zero(config, name)
-    if machine.precision == "fp16" and machine.level == "O1":
-        logger.warning(
-            "--scale_loss, --loss_scale, --loss_scale_window, --hysteresis and --min_loss_scale have no effect with "
-            "sharded float16 autocast: DeepSpeed's own scale starts at 65536, also after a resume (O2 obeys them)"
-        )
-    if machine.precision == "fp16" and machine.level == "O2" and not math.log2(training.scale_loss).is_integer():
-        power = config["fp16"]["initial_scale_power"]
-        logger.info("--scale_loss %g: DeepSpeed's is a power of two, %d", training.scale_loss, 2**power)
     return config
+
+
+def check_file(run: PretrainRun) -> None:
+    """Read the --deepspeed FILE of a run that is not started; for the machine its flags speak of.
+
+    Raises:
+        UsageError: as `deepspeed_config` does.
+    """
+    if run.parallel.deepspeed:
+        training = run.training
+        level = training.fp16_opt_level
+        deepspeed_config(run, Machine("cuda", precision_of(training.fp16, training.bf16, level), level))
 
 
 def shard_groups(run: PretrainRun, config: dict[str, Any] | None) -> int | None:
@@ -63,7 +66,6 @@ def _wanted(run: PretrainRun, machine: Machine) -> Wanted:
         max_grad_norm=training.max_grad_norm,
         precision=machine.precision,
         level=machine.level,
-        first_scale=training.scale_loss,
         fixed_scale=training.loss_scale,
         scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,

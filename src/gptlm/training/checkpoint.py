@@ -144,6 +144,8 @@ def writing(path: Path, what: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "gloo" in reason or "NCCL" in reason:  # another process died, which tells why itself
+            raise
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         remove_leftovers(path.parent)  # what was written of it would fill the disk
         advice = "does another run write into this folder?" if isinstance(error, FileNotFoundError) else "make room"

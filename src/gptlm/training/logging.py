@@ -28,6 +28,12 @@ def start_logging(*, speaks: bool) -> None:
     logger.handlers = [ConsoleHandler()]
     logger.propagate = False
     logger.setLevel(logging.INFO if speaks else logging.ERROR)
+    logging.getLogger("transformers.trainer_utils").addFilter(_is_not_said_by_us)
+
+
+def _is_not_said_by_us(record: logging.LogRecord) -> bool:
+    """Whether a line of the Trainer tells something new: what a resumed run changes, our own log says."""
+    return "arguments do not match the ones in the `trainer_state.json`" not in str(record.msg)
 
 
 def log_line(values: Mapping[str, float]) -> str:

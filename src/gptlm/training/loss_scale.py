@@ -58,6 +58,10 @@ class LossScale:
     def update(self) -> None:
         """Adjust the scale after a step."""
         overflow, self._overflow = bool(self._overflow), None
+        self.count(overflow)
+
+    def count(self, overflow: bool) -> None:
+        """One more step, of which the gradients overflowed or not."""
         if overflow:
             self._count_overflow()
         else:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gptlm.model.build import StoredWeights
-from gptlm.parallel.engine import load_loss_scale, loss_scale_state, whole
+from gptlm.parallel.engine import whole
 from gptlm.training import checkpoint, states
 from gptlm.training.stepping import SteppingTrainer
 
@@ -117,15 +117,13 @@ class SavingTrainer(SteppingTrainer):
 
     def _manifest(self) -> dict[str, Any]:
         scheduler: Any = self.lr_scheduler
-        scale = loss_scale_state(self.zero_optimizer) if self.zero_optimizer is not None else None
-        if self.loss_scale is not None:
-            scale = self.loss_scale.state_dict()
         return {
             **self.facts,
             "global_step": self.state.global_step,
             "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
-            "loss_scale": scale,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
             "world_size": self.args.world_size,
+            "weights_only": self.args.save_only_model,
         }
 
     # Reading ----------------------------------------------------------------------------------------------------
@@ -151,8 +149,6 @@ class SavingTrainer(SteppingTrainer):
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
         if facts["loss_scale"] and self.loss_scale is not None:
             self.loss_scale.load_state_dict(facts["loss_scale"])
-        elif facts["loss_scale"] and self.zero_optimizer is not None:
-            load_loss_scale(self.zero_optimizer, facts["loss_scale"])
 
     def _init_training_state(self, max_steps, *args, **kwargs):
         position = super()._init_training_state(max_steps, *args, **kwargs)

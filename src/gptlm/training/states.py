@@ -151,12 +151,14 @@ def _masters(optimizer: Any) -> dict[Tensor, Tensor]:
 def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    _link(optimizer)
+    stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
+    if stepped:
+        _link(optimizer)
     half = next(model.parameters()).dtype != torch.float32
     for name, parameter in model.named_parameters():
         if half:
             yield f"{name}|master", safe_get_full_fp32_param(parameter)
-        for kind in MOMENTS:
+        for kind in MOMENTS if stepped else ():
             yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
 
 

@@ -2,8 +2,8 @@
 
 Overridden, and why:
     create_optimizer                  master weights for half-precision ones (fp16_opt_level O2)
-    _prepare_for_training             DeepSpeed in groups of replicas
-    training_step                     float32 sums of gradients; DeepSpeed's clipping under float16 autocast
+    _prepare_for_training             DeepSpeed in groups of replicas and with our loss scale
+    training_step                     float32 sums of gradients
     _clip_grad_norm, _get_grad_norm   on the master weights
 """
 
@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer
 
 from gptlm.errors import GptlmError
-from gptlm.parallel.engine import ShardGroups
+from gptlm.parallel.engine import ShardGroups, ZeroLossScale
 from gptlm.training.loss_scale import LossScale
 from gptlm.training.master import MasterWeightAdamW, clip
 
@@ -23,14 +23,15 @@ OFFLOAD = (
     "offloading needs DeepSpeed's CPU optimizer, which could not be compiled or loaded: {reason}; install a C++ "
     "compiler (and, on a GPU machine, the CUDA toolkit of torch's version), or leave offload out"
 )
-ADVICE = "try a lower --learning_rate, more --warmup_steps, --max_grad_norm 1.0, or --bf16 instead of --fp16"
+ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
+FP16_ADVICE = ", or --bf16 instead of --fp16"
 
 
 class SteppingTrainer(Trainer):
     """Trainer that steps float32, autocast and half-precision weights alike.
 
     Args:
-        loss_scale: of float16 outside DeepSpeed; None in other precisions.
+        loss_scale: of float16; None in other precisions.
         master_grad: add the gradients of half-precision weights up in float32.
         shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
     """
@@ -45,7 +46,7 @@ class SteppingTrainer(Trainer):
     ):
         super().__init__(*args, **kwargs)
         self.half_weights = not self.is_deepspeed_enabled and self.network.dtype != torch.float32
-        self.loss_scale = None if self.is_deepspeed_enabled else loss_scale
+        self.loss_scale = loss_scale
         if self.loss_scale is not None and (self.half_weights or self.accelerator.scaler is not None):
             self.accelerator.scaler = self.loss_scale
         self.shard_degree = shard_degree
@@ -88,26 +89,15 @@ class SteppingTrainer(Trainer):
                 raise GptlmError(OFFLOAD.format(reason=str(error).strip().splitlines()[0])) from error
         if groups:
             groups.attach(self.model_wrapped)
+        if self.is_deepspeed_enabled and self.loss_scale is not None:
+            ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
         return prepared
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.is_deepspeed_enabled:
-            return self._deepspeed_step(model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.master_grad and self.master_optimizer is not None:
             self.master_optimizer.add_gradients()
         return loss
-
-    def _deepspeed_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        autocast_scaler = getattr(model.optimizer, "torch_autocast_gradscaler", None)
-        if autocast_scaler is not None:  # DeepSpeed clips these gradients before it unscales them
-            model.optimizer.clip_grad = self.args.max_grad_norm * autocast_scaler.get_scale()
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        except Exception as error:  # DeepSpeed has no class of its own for it
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise GptlmError(self.trouble("the loss scale is at its minimum and gradients still overflow")) from error
 
     def _clip_grad_norm(self, model):
         if self.master_optimizer is None:
@@ -117,9 +107,7 @@ class SteppingTrainer(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         if grad_norm is None and self.master_optimizer is not None:
             return self._clip_masters(float("inf"))
-        norm = super()._get_grad_norm(model, grad_norm)
-        autocast_scaler = getattr(getattr(model, "optimizer", None), "torch_autocast_gradscaler", None)
-        return norm / autocast_scaler.get_scale() if autocast_scaler is not None and norm is not None else norm
+        return super()._get_grad_norm(model, grad_norm)
 
     def _clip_masters(self, max_norm: float) -> torch.Tensor:
         optimizer = self.master_optimizer

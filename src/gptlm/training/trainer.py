@@ -29,7 +29,7 @@ from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.saving import SavingTrainer
 from gptlm.training.schedule import Schedule
-from gptlm.training.stepping import ADVICE
+from gptlm.training.stepping import ADVICE, FP16_ADVICE
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ class PretrainTrainer(SavingTrainer):
         )
         newest = checkpoint.folders(self.output_dir)
         where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        return f"{what} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; {ADVICE}"
+        advice = ADVICE + (FP16_ADVICE if self.loss_scale is not None else "")
+        return f"{what} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; {advice}"
 
     def mean_loss(self, mean_since_start: float) -> float:
         """Mean training loss over all steps of the run, from the mean over those since this start."""
