@@ -271,7 +271,10 @@ def test_an_interrupted_run_cleans_up(tmp_path, tokenizer, signals):
     for number in signals:
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         time.sleep(0.2)
-    assert process.wait(timeout=20) != 0
+    try:
+        assert process.wait(timeout=20) != 0
+    finally:
+        process.kill()
     assert "Traceback" not in process.stderr.read()
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert not list((tmp_path / "d").iterdir()) and not list((tmp_path / "tmp").glob("gptlm-*"))
