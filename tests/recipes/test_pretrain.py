@@ -21,7 +21,7 @@ from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer
-from gptlm.recipes import pretrain_model
+from gptlm.recipes import model as pretrain_model
 from gptlm.recipes.pretrain import pretrain
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging

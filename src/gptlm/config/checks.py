@@ -14,8 +14,6 @@ AT_LEAST_ONE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
-    "max_seq_length",
-    "eval_iters",
     "save_steps",
     "logging_steps",
     "virtual_pp_degree",
@@ -36,9 +34,28 @@ NOT_NEGATIVE = (
 
 def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printing: bool) -> list[str]:
     """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes."""
-    problems = [*_numbers(parsed), *_training(parsed), *_parallel(parsed, dims), *_files(parsed, source, printing)]
+    problems = [*_numbers(parsed), *_training(parsed), *_parallel(parsed, dims), *_weights(parsed, source)]
+    problems += _folder(parsed, "output_dir", "the folder for results", printing)
     _oddities(parsed, dims)
     return problems
+
+
+def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
+    """What can be wrong with a run on token files alone."""
+    values = parsed.values
+    for name in ("max_seq_length", "eval_iters"):
+        if values[name] < 1:
+            yield f"{typed(parsed, name)} {values[name]}: expected at least 1"
+    try:
+        parse_split(values["split"])
+    except GptlmError as error:
+        yield str(error)
+    if values["load_best_model_at_end"] and values["do_train"]:
+        if values["metric_for_best_model"] not in ("loss", "eval_loss"):
+            yield f"metric_for_best_model {values['metric_for_best_model']!r}: pretraining evaluates the loss only"
+    if values["greater_is_better"]:
+        yield "greater_is_better true: the metric of pretraining is the loss, of which less is better"
+    yield from _folder(parsed, "input_dir", "the folder with token files", printing)
 
 
 def not_built(dims: ParallelDims) -> list[str]:
@@ -55,16 +72,16 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
     for name in AT_LEAST_ONE:
         if values[name] < 1:
-            yield f"{_typed(parsed, name)} {values[name]}: expected at least 1"
+            yield f"{typed(parsed, name)} {values[name]}: expected at least 1"
     for name in NOT_NEGATIVE:
         if not values[name] >= 0 or values[name] == float("inf"):
-            yield f"{_typed(parsed, name)} {values[name]:g}: expected a finite number, 0 or more"
+            yield f"{typed(parsed, name)} {values[name]:g}: expected a finite number, 0 or more"
     for name in ("warmup_ratio", "warmup_fraction"):
         if not 0 <= values[name] <= 1:
-            yield f"{_typed(parsed, name)} {values[name]:g}: expected a share between 0 and 1"
+            yield f"{typed(parsed, name)} {values[name]:g}: expected a share between 0 and 1"
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "adam_beta2"):
         if values[name] is not None and not 0 <= values[name] < 1:
-            yield f"{_typed(parsed, name)} {values[name]:g}: expected 0 or more and below 1"
+            yield f"{typed(parsed, name)} {values[name]:g}: expected 0 or more and below 1"
     if values["max_steps"] == 0 or values["max_steps"] < -1:
         yield f"max_steps {values['max_steps']}: expected at least 1, or -1 for num_train_epochs passes"
     if values["max_steps"] == -1 and values["num_train_epochs"] <= 0:
@@ -92,10 +109,6 @@ def _training(parsed: Parsed) -> Iterator[str]:
     for tracker in values["report_to"]:
         if tracker not in TRACKERS:
             yield f"report_to {tracker!r}: expected {', '.join(TRACKERS[:5])}"
-    try:
-        parse_split(values["split"])
-    except GptlmError as error:
-        yield str(error)
     resume = (values["resume_from_checkpoint"] or "").lower()
     if resume in ("false", "0", "no"):
         yield f"resume_from_checkpoint {resume}: to start anew give --overwrite_output_dir or another --output_dir"
@@ -103,14 +116,10 @@ def _training(parsed: Parsed) -> Iterator[str]:
         yield "do_train, do_eval and do_predict are all off: there is nothing to do"
     if values["load_best_model_at_end"] and values["do_train"]:
         yield from _best_model(parsed)
-    if values["greater_is_better"]:
-        yield "greater_is_better true: the metric of pretraining is the loss, of which less is better"
 
 
 def _best_model(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
-    if values["metric_for_best_model"] not in ("loss", "eval_loss"):
-        yield f"metric_for_best_model {values['metric_for_best_model']!r}: pretraining evaluates the loss only"
     if values["evaluation_strategy"] == "no" or values["evaluation_strategy"] != values["save_strategy"]:
         yield (
             f"load_best_model_at_end needs evaluation and saving at the same times; evaluation_strategy is "
@@ -177,15 +186,17 @@ def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
         yield (f"sharding {values['sharding']!r} and deepspeed {values['deepspeed']!r} both say how to shard; give one")
 
 
-def _files(parsed: Parsed, source: ModelSource, printing: bool) -> Iterator[str]:
+def _folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[str]:
+    if not parsed.values[name]:
+        line = f"--{name} is missing: {what}"
+        if printing:
+            parsed.note(line)
+        else:
+            yield line
+
+
+def _weights(parsed: Parsed, source: ModelSource) -> Iterator[str]:
     values = parsed.values
-    for name, what in (("input_dir", "the folder with token files"), ("output_dir", "the folder for results")):
-        if not values[name]:
-            line = f"--{name} is missing: {what}"
-            if printing:
-                parsed.note(line)
-            else:
-                yield line
     if values["continue_training"] and source.weights is None:
         yield (
             f"--continue_training needs weights, {values['model_name_or_path']} "
@@ -228,7 +239,7 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         note("--report_to autonlp has no effect: the service is gone")
 
 
-def _typed(parsed: Parsed, name: str) -> str:
+def typed(parsed: Parsed, name: str) -> str:
     """The flag in the user's own word where there is one."""
     source = parsed.sources[name]
     return source if source.startswith("--") else name

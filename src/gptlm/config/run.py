@@ -1,15 +1,15 @@
-"""One pretraining run, resolved: what was typed, what follows from it, and what is wrong with it."""
+"""One training run, resolved: what was typed, what follows from it, and what is wrong with it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptlm.config import spellings
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
-from gptlm.config.checks import not_built, problems_of
+from gptlm.config.checks import not_built, pretrain_problems, problems_of
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
 from gptlm.errors import UsageError
@@ -24,12 +24,12 @@ PRETRAIN = Vocabulary(
 )
 
 
-@dataclass(frozen=True)
-class PretrainRun:
-    """A checked run.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A checked training run; what it trains on is a field of its subclasses.
 
     Attributes:
-        model, data, parallel, training: the flags, those that were not given filled in.
+        model, parallel, training: the flags, those that were not given filled in.
         source, shape: the model.
         dims: the processes.
         sources: flag -> where its value came from.
@@ -38,7 +38,6 @@ class PretrainRun:
     """
 
     model: ModelArguments
-    data: DataArguments
     parallel: ParallelArguments
     training: TrainingArguments
     source: ModelSource
@@ -54,14 +53,13 @@ class PretrainRun:
         return Batch(training.per_device_train_batch_size, training.gradient_accumulation_steps, self.dims.data)
 
     @property
-    def eval_batches(self) -> int:
-        """Batches of one evaluation on each process."""
-        limit = self.data.max_evaluate_steps
-        return min(self.data.eval_iters, limit) if limit > 0 else self.data.eval_iters
+    def groups(self) -> tuple[Any, ...]:
+        """All flags of the run."""
+        return (self.model, self.parallel, self.training)
 
     def as_json(self) -> str:
         """The run, the origin of each value, and the notes, as one JSON object."""
-        values = {**asdict(self.model), **asdict(self.data), **asdict(self.parallel), **asdict(self.training)}
+        values = {name: value for group in self.groups for name, value in asdict(group).items()}
         derived = {
             "world_size": (self.dims.world, self.sources["world_size"]),
             "data_parallel_degree": (
@@ -78,6 +76,26 @@ class PretrainRun:
         return json.dumps({"run": run, "from": sources, "notes": [*self.notes, *refusals]}, indent=1)
 
 
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainRun(Run):
+    """A run on token files."""
+
+    data: DataArguments
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return (self.model, self.data, self.parallel, self.training)
+
+    @property
+    def eval_batches(self) -> int:
+        """Batches of one evaluation on each process."""
+        limit = self.data.max_evaluate_steps
+        return min(self.data.eval_iters, limit) if limit > 0 else self.data.eval_iters
+
+
 def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> PretrainRun:
     """The run that `argv` and the launcher's `environment` describe.
 
@@ -88,41 +106,52 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         UsageError: listing everything that is wrong.
     """
     parsed = parse(PRETRAIN, argv)
-    _resolve_world(parsed, environment, printing)
-    _resolve_strategies(parsed)
+    resolve_world(parsed, environment, printing)
+    resolve_strategies(parsed)
     _resolve_weights(parsed)
     source = find_model(parsed)
-    problems = []
+    fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing))
+    return PretrainRun(data=build(DataArguments, parsed.values), **fields)
+
+
+def resolve(
+    parsed: Parsed, source: ModelSource, printing: bool, own_problems: Callable[[], Iterable[str]]
+) -> dict[str, Any]:
+    """The fields of `Run`, after every check.
+
+    Args:
+        own_problems: what can be wrong with this kind of run alone; called when everything is resolved.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
+    problems: list[str] = []
     shape = None
     try:
         shape = resolve_shape(parsed, source)
     except UsageError as error:
         problems.append(str(error))
-    dims = ParallelDims.of(
-        parsed.values["world_size"],
-        parsed.values["tensor_parallel_degree"],
-        parsed.values["pipeline_parallel_degree"],
-    )
+    values = parsed.values
+    dims = ParallelDims.of(values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"])
     _resolve_degrees(parsed, dims)
     resolve_schedule(parsed)
-    problems += problems_of(parsed, dims, source, printing)
+    problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
     if problems or shape is None:
         raise UsageError("\n".join(problems))
-    return PretrainRun(
-        model=build(ModelArguments, parsed.values),
-        data=build(DataArguments, parsed.values),
-        parallel=build(ParallelArguments, parsed.values),
-        training=build(TrainingArguments, parsed.values),
-        source=source,
-        shape=shape,
-        dims=dims,
-        sources=parsed.sources,
-        notes=tuple(parsed.notes),
-        refusals=tuple(not_built(dims)),
-    )
+    return {
+        "model": build(ModelArguments, values),
+        "parallel": build(ParallelArguments, values),
+        "training": build(TrainingArguments, values),
+        "source": source,
+        "shape": shape,
+        "dims": dims,
+        "sources": parsed.sources,
+        "notes": tuple(parsed.notes),
+        "refusals": tuple(not_built(dims)),
+    }
 
 
-def with_epochs_counted(run: PretrainRun, steps_per_epoch: int) -> PretrainRun:
+def with_epochs_counted(run: AnyRun, steps_per_epoch: int) -> AnyRun:
     """`run` with everything that waits for the data filled in: max_steps, and what is said in epochs.
 
     Args:
@@ -167,7 +196,7 @@ def resolve_schedule(parsed: Parsed) -> None:
         parsed.set("eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
 
 
-def _resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
+def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
     if parsed.values["world_size"] is not None and not printing:
         raise UsageError(
             f"--world_size {parsed.values['world_size']} goes with --print_config only; the launcher sets the number "
@@ -200,7 +229,7 @@ def _resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
         parsed.set("sharding_parallel_degree", degree, source)
 
 
-def _resolve_strategies(parsed: Parsed) -> None:
+def resolve_strategies(parsed: Parsed) -> None:
     values = parsed.values
     if values["do_train"] is None:
         only_evaluate = values["do_eval"] or values["do_predict"]

@@ -10,14 +10,14 @@ import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
 
-from gptlm.config.run import PretrainRun
+from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.recipes.machine import Machine
 
 logger = logging.getLogger(__name__)
 
 
-def hf_arguments(run: PretrainRun, machine: Machine, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
+def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
     """Starts the process group when a launcher started several processes. `deepspeed` shards with that configuration.
 
     Precision: HuggingFace's flags mean autocast without DeepSpeed and half weights with it; the other two cases are
@@ -86,7 +86,7 @@ class VisualDLCallback(TrainerCallback):
         self.writer.close()
 
 
-def tracker_callbacks(run: PretrainRun, output_dir: Path) -> list[TrainerCallback]:
+def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
     """One callback per tracker in `--report_to`; a tracker that is not installed is replaced or left out, and said."""
     wanted = set(run.training.report_to)
     if "none" in wanted:

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.run import PretrainRun
+from gptlm.config.run import Run
 from gptlm.errors import UsageError
 from gptlm.parallel.zero import Wanted, filled, stage_of, zero_config
 from gptlm.recipes.machine import Machine, precision_of
@@ -13,7 +13,7 @@ from gptlm.recipes.machine import Machine, precision_of
 logger = logging.getLogger(__name__)
 
 
-def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | None:
+def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     """The complete DeepSpeed configuration of a training run; None where nothing is to be sharded or offloaded.
 
     Raises:
@@ -37,7 +37,7 @@ def deepspeed_config(run: PretrainRun, machine: Machine) -> dict[str, Any] | Non
     return config
 
 
-def check_file(run: PretrainRun) -> None:
+def check_file(run: Run) -> None:
     """Read the --deepspeed FILE of a run that is not started; for the machine its flags speak of.
 
     Raises:
@@ -49,7 +49,7 @@ def check_file(run: PretrainRun) -> None:
         deepspeed_config(run, Machine("cuda", precision_of(training.fp16, training.bf16, level), level))
 
 
-def shard_groups(run: PretrainRun, config: dict[str, Any] | None) -> int | None:
+def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
     """Ranks that share one optimizer state under stage 1, where they are fewer than all; else None."""
     degree = run.parallel.sharding_parallel_degree
     if config is None or not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
@@ -57,7 +57,7 @@ def shard_groups(run: PretrainRun, config: dict[str, Any] | None) -> int | None:
     return degree
 
 
-def _wanted(run: PretrainRun, machine: Machine) -> Wanted:
+def _wanted(run: Run, machine: Machine) -> Wanted:
     training, degree = run.training, run.parallel.sharding_parallel_degree
     return Wanted(
         micro_batch=training.per_device_train_batch_size,

@@ -1,4 +1,4 @@
-"""The model of a pretraining run, and the tokenizer saved beside it."""
+"""The model of a training run, and the tokenizer saved beside it."""
 
 import logging
 from functools import partial
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.run import PretrainRun
+from gptlm.config.run import PretrainRun, Run
 from gptlm.data.splits import Corpus, id_range_of
 from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
@@ -26,7 +26,7 @@ from gptlm.training.checkpoint import Checkpoint
 logger = logging.getLogger(__name__)
 
 
-def say_start(run: PretrainRun, start: Checkpoint | None) -> None:
+def say_start(run: Run, start: Checkpoint | None) -> None:
     """Where the weights of a run come from."""
     if start is not None:
         logger.info("weights from %s", start.path)
@@ -55,7 +55,7 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
     tokenizer = None
     for candidate in [named] if named else _candidates(run, corpora):
         try:
-            tokenizer = load_tokenizer(_folder(candidate))
+            tokenizer = load_tokenizer(tokenizer_folder(candidate))
             break
         except GptlmError as error:
             if named and named.removesuffix(".json") not in PRESETS:
@@ -69,7 +69,7 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
 
 
 def make_model(
-    run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None, deepspeed: dict[str, Any] | None = None
+    run: Run, tokenizer: PreTrainedTokenizerBase | None, deepspeed: dict[str, Any] | None = None
 ) -> GPTLMHeadModel:
     """The network with loaded or random weights; under ZeRO stage 3 each rank holds its share only.
 
@@ -102,7 +102,7 @@ def make_model(
     return model
 
 
-def _weights_folder(run: PretrainRun) -> str:
+def _weights_folder(run: Run) -> str:
     weights = run.source.weights or ""
     try:
         return hub_folder(weights, weights=True) if run.source.kind == "preset" else weights
@@ -136,7 +136,7 @@ def _candidates(run: PretrainRun, corpora: list[Corpus]) -> list[str]:
     return [run.model.model_name_or_path or "", *recorded]
 
 
-def _folder(name: str) -> str:
+def tokenizer_folder(name: str) -> str:
     """The folder `name` stands for; every English built-in name has GPT-2's tokenizer."""
     preset = PRESETS.get(name.removesuffix(".json"))
     if Path(name).is_dir():

@@ -1,4 +1,4 @@
-"""Where a pretraining run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
+"""Where a training run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from gptlm.config.run import PretrainRun
+from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.model.presets import shape_of_config
 from gptlm.training import checkpoint
@@ -37,7 +37,7 @@ def check_output(flag: str, folder: Path) -> None:
 
 
 @contextmanager
-def output_locked(run: PretrainRun) -> Iterator[None]:
+def output_locked(run: Run) -> Iterator[None]:
     """No other run writes into `output_dir` meanwhile; a killed one leaves no lock behind.
 
     Raises:
@@ -65,7 +65,7 @@ def output_locked(run: PretrainRun) -> Iterator[None]:
             lock.release()
 
 
-def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
+def starting_point(run: Run) -> checkpoint.Checkpoint | None:
     """The checkpoint to go on from; None starts at step 0.
 
     Raises:
@@ -107,7 +107,7 @@ def starting_point(run: PretrainRun) -> checkpoint.Checkpoint | None:
     return found
 
 
-def _check_shape(run: PretrainRun, found: checkpoint.Checkpoint) -> None:
+def _check_shape(run: Run, found: checkpoint.Checkpoint) -> None:
     """Raises GptlmError if the checkpoint is of another model than the command's."""
     saved = asdict(shape_of_config(found.path / "config.json"))
     differences = [
@@ -122,15 +122,12 @@ def _check_shape(run: PretrainRun, found: checkpoint.Checkpoint) -> None:
         )
 
 
-def settings(run: PretrainRun) -> dict[str, Any]:
+def settings(run: Run) -> dict[str, Any]:
     """What changes the updates to come when a run goes on under other flags."""
     training = run.training
     names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
     more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
-    return (
-        {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total} | masking
-    )
+    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
 
 
 def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,142 @@
+"""Steps that every training run takes: its loss scale and schedule, training, evaluating, reporting."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from gptlm.config.run import Run
+from gptlm.training import checkpoint
+from gptlm.training.logging import table
+from gptlm.training.loss_scale import LossScale
+from gptlm.training.results import remove_results, write_results
+from gptlm.training.schedule import Schedule
+from gptlm.training.trainer import PretrainTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
+    """Of the flags, or of a --deepspeed FILE that speaks of it."""
+    training = run.training
+    block = {key: value for key, value in (deepspeed or {}).get("fp16", {}).items() if value != "auto"}
+    power = block.get("initial_scale_power")
+    return LossScale(
+        training.scale_loss if power is None else 2.0**power,
+        window=block.get("loss_scale_window", training.loss_scale_window),
+        hysteresis=block.get("hysteresis", training.hysteresis),
+        minimum=block.get("min_loss_scale", training.min_loss_scale),
+        fixed=block.get("loss_scale") or training.loss_scale,
+    )
+
+
+def schedule(run: Run) -> Schedule:
+    """The learning rate of each update."""
+    training = run.training
+    return Schedule(
+        kind=training.lr_scheduler_type,
+        maximum=training.learning_rate,
+        minimum=training.min_learning_rate,
+        warmup=training.warmup_steps,
+        decay=training.decay_steps or training.max_steps,
+        end=training.lr_end,
+        power=training.power,
+    )
+
+
+def train(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> dict[str, float]:
+    """Train, save the final model, write results. A run that had reached its last step is only saved again."""
+    _clear_output(run, trainer, start)
+    if start is not None and start.facts["global_step"] >= run.training.max_steps:
+        done, wanted = start.facts["global_step"], run.training.max_steps
+        logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
+        trainer.restore(start.path)
+        trainer.save_final()
+        return evaluate(trainer, "eval") if run.training.do_eval else {}
+    if start is not None:
+        step, samples = start.facts["global_step"], start.facts["consumed_samples"]
+        same = start.facts["order"] == trainer.facts["order"]
+        promise = "none of them is read again" if same else "the next ones are taken from the new order"
+        logger.info("resuming from %s: step %d, %d samples consumed, %s", start.path, step, samples, promise)
+    result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+    trainer.save_final()
+    kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+    metrics = {key: result.metrics[key] for key in kept}
+    metrics["train_loss"] = trainer.mean_loss(result.training_loss)
+    metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
+    report(trainer, "train", metrics)
+    evaluation = _evaluation_of_result(trainer)
+    if evaluation:
+        report(trainer, "eval", evaluation)
+    return metrics | evaluation
+
+
+def _evaluation_of_result(trainer: PretrainTrainer) -> dict[str, float]:
+    """The noted evaluation of the weights that training ended with; empty if there was none."""
+    step = trainer.state.best_global_step if trainer.args.load_best_model_at_end else trainer.state.global_step
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry and entry["step"] == step:
+            return {key: value for key, value in entry.items() if key.startswith("eval_")}
+    return {}
+
+
+def _clear_output(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> None:
+    """Remove what an interrupted save left, and with overwrite_output_dir the old checkpoints; set later ones aside."""
+    if not trainer.args.should_save:
+        return
+    output_dir = Path(run.training.output_dir or "")
+    checkpoint.remove_leftovers(output_dir)
+    for left in checkpoint.set_aside(output_dir, start.facts["global_step"]) if start else ():
+        logger.warning("%s is not gone on from; it is called %s now", left.name.removeprefix("left-"), left)
+    if run.training.overwrite_output_dir:
+        remove_results(output_dir)
+        for old in checkpoint.folders(output_dir):
+            logger.info("%s removed (overwrite_output_dir)", old)
+            shutil.rmtree(old)
+
+
+def evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
+    """Evaluate and report; `name` is the split, and the prefix of every metric."""
+    metrics = trainer.evaluate(dataset, metric_key_prefix=name)
+    metrics.pop(f"{name}_model_preparation_time", None)
+    report(trainer, name, metrics)
+    return metrics
+
+
+def report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> None:
+    """Print `metrics` as a table and write them into `name`_results.json and all_results.json."""
+    for line in table(name, metrics):
+        logger.info("%s", line)
+    if trainer.args.should_save:
+        write_results(Path(trainer.args.output_dir or ""), name, metrics)
+
+
+def say_run(run: Run, examples: int, tokens_per_example: int) -> None:
+    """The notes of the command, then the sizes of the run in PaddleNLP's words."""
+    training, batch = run.training, run.batch
+    for note in run.notes:
+        logger.info("%s", note)
+    if not training.do_train:
+        return
+    tokens = batch.total * tokens_per_example
+    logger.info("***** Running training *****")
+    logger.info("  Num examples = %s", f"{examples:,}")
+    logger.info("  Instantaneous batch size per device = %d", batch.micro)
+    logger.info("  Gradient Accumulation steps = %d", batch.accumulation)
+    logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %d", batch.total)
+    logger.info("  Tokens per step = %s (%s x %d)", f"{tokens:,}", batch, tokens_per_example)
+    logger.info("  Total optimization steps = %s", f"{training.max_steps:,}")
+
+
+def finish(run: Run, trainer: PretrainTrainer, metrics: dict[str, float]) -> None:
+    """What is left to write and say when everything is done."""
+    if not run.training.do_train:
+        return
+    if trainer.args.should_save:
+        trainer.state.save_to_json(str(Path(trainer.args.output_dir or "") / "trainer_state.json"))
+    if "train_steps_per_second" in metrics:
+        tokens = run.batch.total * trainer.throughput.tokens_per_sample
+        logger.info("Effective Tokens per second: %.2f", metrics["train_steps_per_second"] * tokens)
+    logger.info("model, tokenizer, results and logs are in %s", run.training.output_dir)
