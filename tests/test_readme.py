@@ -6,8 +6,9 @@ import shlex
 import pytest
 
 from gptlm.config.data_tools import parse_order, parse_prefix
+from gptlm.config.generation import parse_predict
 from gptlm.config.run import parse_pretrain
-from gptlm.config.tools import parse_predict, parse_preprocess, parse_tokenizer
+from gptlm.config.tools import parse_preprocess, parse_tokenizer
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
+from gptlm.config.evaluation import EVALUATE, parse_evaluate
+from gptlm.config.evaluation import HELP as EVALUATE_HELP
+from gptlm.config.generation import PREDICT, parse_predict
 from gptlm.config.parser import Vocabulary, help_text
-from gptlm.config.run import PRETRAIN, parse_pretrain
+from gptlm.config.run import PRETRAIN, Run, parse_pretrain
+from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft
 from gptlm.config.tools import (
     DEMO,
-    PREDICT,
     PREPROCESS,
     TOKENIZER,
     parse_demo,
-    parse_predict,
     parse_preprocess,
     parse_tokenizer,
 )
@@ -36,16 +38,32 @@ def pretrain(argv: Sequence[str]) -> None:
     words = [word for word in argv if word not in PRINT_CONFIG]
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
-        if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
-            from gptlm.recipes.sharding import check_file
-
-            check_file(run)
-        print(run.as_json())
+        _print_run(run)
         return
     see_one_card(run.training.device, os.environ)
     from gptlm.recipes.pretrain import pretrain as recipe
 
     recipe(run)
+
+
+def sft(argv: Sequence[str]) -> None:
+    printing = any(word in PRINT_CONFIG for word in argv)
+    words = [word for word in argv if word not in PRINT_CONFIG]
+    run = parse_sft(words, os.environ, printing=printing)
+    if printing:
+        _print_run(run)
+        return
+    see_one_card(run.training.device, os.environ)
+    from gptlm.recipes.sft import sft as recipe
+
+    recipe(run)
+
+
+def merge_lora(argv: Sequence[str]) -> None:
+    arguments = parse_merge(argv)
+    from gptlm.recipes.merge_lora import merge_lora as recipe
+
+    recipe(arguments)
 
 
 def preprocess(argv: Sequence[str]) -> None:
@@ -65,7 +83,20 @@ def tokenizer(argv: Sequence[str]) -> None:
 def predict(argv: Sequence[str]) -> None:
     arguments, notes = parse_predict(argv)
     see_one_card(arguments.device, os.environ)
+    if arguments.serve:
+        from gptlm.recipes.serve import serve
+
+        serve(arguments, notes)
+        return
     from gptlm.recipes.predict import predict as recipe
+
+    recipe(arguments, notes)
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    arguments, notes = parse_evaluate(argv, int(os.environ.get("WORLD_SIZE", 1)))
+    see_one_card(arguments.device, os.environ)
+    from gptlm.recipes.evaluate import evaluate as recipe
 
     recipe(arguments, notes)
 
@@ -103,6 +134,14 @@ def data(argv: Sequence[str]) -> None:
     tools[tool](parsed)
 
 
+def _print_run(run: Run) -> None:
+    if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
+        from gptlm.recipes.sharding import check_file
+
+        check_file(run)
+    print(run.as_json())
+
+
 def _data_parser(tool: str) -> Callable[[Sequence[str]], Any]:
     if tool in ("order", "show"):
         return parse_order
@@ -133,9 +172,14 @@ class Command:
 
 COMMANDS = {
     "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN, PRINT_HELP),
+    "sft": Command(sft, "Fine-tune a GPT on prompts and answers.", "finetune_generation.py", SFT, PRINT_HELP),
+    "merge-lora": Command(merge_lora, "Add adapters to a model's weights.", "merge_lora.py", MERGE),
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
+    "evaluate": Command(
+        evaluate, "Accuracy and perplexity of a trained model.", "evaluate.py", EVALUATE, EVALUATE_HELP
+    ),
     "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
     "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
 }

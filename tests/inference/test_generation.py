@@ -1,11 +1,19 @@
 """Continuations: padded vocabulary rows are no tokens, prompts keep their end, batches do not matter."""
 
+import json
+import logging
+import shutil
+import threading
+from itertools import takewhile
+
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from gptlm.errors import GptlmError
-from gptlm.inference.generation import Sampling, continue_prompts
+from gptlm.inference.generation import Sampling, continue_apart, continue_prompts, continue_rows, stop_ids
 from gptlm.inference.loading import load_for_inference
+from gptlm.inference.streaming import Stream
 from gptlm.model.build import new_model
 from gptlm.model.presets import Shape
 from gptlm.model.tokenizer import train_tokenizer
@@ -30,14 +38,13 @@ def run(model, tokenizer, prompts=PROMPTS, **change):
     return list(continue_prompts(model, tokenizer, prompts, **settings))
 
 
-def test_rows_without_a_token_are_never_drawn(model, tokenizer, monkeypatch):
-    seen = []
-    original = tokenizer.batch_decode
-    monkeypatch.setattr(tokenizer, "batch_decode", lambda ids, **k: seen.append(ids) or original(ids, **k))
+def test_rows_without_a_token_are_never_drawn(model, tokenizer):
     torch.manual_seed(1)
     wild = Sampling(do_sample=True, top_k=0, temperature=50.0)
-    run(model, tokenizer, ["the"] * 60, batch_size=60, max_new_tokens=30, sampling=wild)
-    assert seen[0].max() < len(tokenizer) and len(set(seen[0].flatten().tolist())) > 100
+    rows = [tokenizer("the")["input_ids"]] * 60
+    found = continue_rows(model, tokenizer, rows, batch_size=60, max_new_tokens=30, sampling=wild)
+    drawn = {token for row in found for token in row}
+    assert max(drawn) < len(tokenizer) and len(drawn) > 100 and tokenizer.eos_token_id not in drawn
 
 
 def test_the_batch_size_does_not_matter(model, tokenizer):
@@ -74,3 +81,135 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path, model):
     (tmp_path / "config.json").unlink()
     with pytest.raises(GptlmError, match="holds no config.json"):
         load_for_inference(str(tmp_path), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def stock(tokenizer, tmp_path_factory):
+    """Folder of a model whose vocabulary is the tokenizer's, and the same weights in stock code."""
+    torch.manual_seed(3)
+    own = new_model(Shape(2, 32, 2, 64, len(tokenizer), 40), eos_token_id=tokenizer.eos_token_id)
+    with torch.no_grad():
+        own.transformer.wte.weight.mul_(20)  # decided, so that rounding cannot matter
+    folder = tmp_path_factory.mktemp("stock")
+    own.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, GPT2LMHeadModel.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"repetition_penalty": 1.7},
+        {"min_new_tokens": 2},
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5, "early_stopping": True},
+        {"num_beams": 2, "repetition_penalty": 1.3},
+    ],
+)
+def test_a_batch_gives_what_stock_code_gives_single_prompts(tokenizer, stock, asked):
+    """Prompts of 1 to 38 tokens, one with the end-of-text token in it; in a table of 40, the long ones get less."""
+    folder, plain = stock
+    eos = tokenizer.eos_token_id
+    rows = [tokenizer(text or "<|endoftext|>")["input_ids"] for text in PROMPTS]
+    rows += [[7 * i % 200 + 1 for i in range(length)] for length in (1, 38, 12, 35, 2)]
+    wanted = []
+    for row in rows:
+        settings = {"max_new_tokens": min(8, 40 - len(row)), "pad_token_id": eos, **asked}
+        out = plain.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), **settings)
+        wanted += [list(takewhile(lambda token: token != eos, new)) for new in out[:, len(row) :].tolist()]
+    own, _ = load_for_inference(str(folder), torch.device("cpu"))
+    found = continue_apart(own, tokenizer, rows, batch_size=3, max_new_tokens=8, sampling=Sampling(**asked))
+    assert list(found) == wanted
+    assert len({tuple(row) for row in wanted}) > 5
+
+
+def test_what_a_folder_says_of_generation_does_not_count(tokenizer, stock, tmp_path):
+    folder, _ = stock
+    shutil.copytree(folder, tmp_path / "m")
+    plain, _ = load_for_inference(str(tmp_path / "m"), torch.device("cpu"))
+    wild = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True, "no_repeat_ngram_size": 1}
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(wild))
+    other, _ = load_for_inference(str(tmp_path / "m"), torch.device("cpu"))
+    assert run(other, tokenizer) == run(plain, tokenizer)
+
+
+def test_several_continuations_follow_the_seed(model, tokenizer):
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        some = Sampling(do_sample=True, num_return_sequences=3)
+        drawn.append(run(model, tokenizer, ["the", "cat"], sampling=some))
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
+
+
+def test_an_id_beyond_the_model_is_no_index_error(tokenizer):
+    small = new_model(Shape(1, 32, 2, 64, 100, 40)).eval()
+    with pytest.raises(GptlmError, match="knows ids below 100"):
+        run(small, tokenizer, ["the cat sat"])
+
+
+def test_cut_prompts_are_said(model, tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    assert len(run(model, tokenizer, ["the", "the cat sat on the mat"], max_prompt_tokens=2)) == 2
+    assert "1 of 2 prompts are longer than --src_length 2" in caplog.text
+
+
+TEXT = "今天天气很好😀🤗,\n\nok"
+
+
+@pytest.fixture(scope="module")
+def weather(tokenizer):
+    """A model over-fitted on `写: ` + TEXT; every byte of a Chinese letter is a token of its own."""
+    torch.manual_seed(0)
+    model = new_model(Shape(1, 64, 2, 128, 384, 80), hidden_dropout=0, attention_dropout=0)
+    ids = torch.tensor([[*tokenizer("写: " + TEXT)["input_ids"], tokenizer.eos_token_id]])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def stream(model, tokenizer, **change):
+    return Stream(model, tokenizer, tokenizer("写: ")["input_ids"], **{"max_new_tokens": 70, **change})
+
+
+def test_a_stream_never_ends_inside_a_character(weather, tokenizer):
+    pieces = list(stream(weather, tokenizer))
+    assert "".join(pieces) == TEXT and len(pieces) >= len("今天天气很好😀🤗") and "" not in pieces
+    assert run(weather, tokenizer, ["写: "], max_new_tokens=70) == [TEXT]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 20, 23])
+def test_a_character_cut_short_is_left_out(weather, tokenizer, count):
+    (whole,) = run(weather, tokenizer, ["写: "], max_new_tokens=count)
+    assert whole == TEXT.encode()[:count].decode(errors="ignore")
+    assert "".join(stream(weather, tokenizer, max_new_tokens=count)) == whole
+
+
+def test_a_line_break_ends_a_text_however_it_is_written():
+    blank_lines = train_tokenizer(["a\n\n\nb\n\n\n" * 50], 300)
+    assert "ĊĊ" in blank_lines.get_vocab()
+    assert {blank_lines.decode([i]) for i in stop_ids(blank_lines, True)} >= {"\n", "\n\n", "<|endoftext|>"}
+
+
+def test_a_stream_stops_at_a_line_break(weather, tokenizer):
+    assert "".join(stream(weather, tokenizer, stop_at_eol=True)) == TEXT.partition("\n")[0]
+    assert run(weather, tokenizer, ["写: "], max_new_tokens=70, stop_at_eol=True) == [TEXT.partition("\n")[0]]
+
+
+def test_a_stream_nobody_reads_on_ends_its_work(weather, tokenizer):
+    running = threading.active_count()
+    pieces = iter(stream(weather, tokenizer))
+    assert next(pieces) == TEXT[0] and threading.active_count() == running + 1
+    pieces.close()
+    assert threading.active_count() == running
+
+
+def test_errors_reach_the_reader_of_a_stream(tokenizer):
+    broken = new_model(Shape(1, 32, 2, 64, 384, 40)).eval()
+    with torch.no_grad():
+        broken.transformer.ln_f.weight.fill_(float("nan"))
+    with pytest.raises(GptlmError, match="no numbers"):
+        list(stream(broken, tokenizer, max_new_tokens=3, sampling=Sampling(do_sample=True)))

@@ -1,4 +1,4 @@
-"""Several pretraining runs after each other inside one launched group of processes: starting one takes ten seconds.
+"""Several training runs after each other inside one launched group of processes: starting one takes ten seconds.
 
     torchrun --nproc_per_node N tests/recipes/session.py CASES.json RESULTS.json
 
@@ -21,22 +21,31 @@ from deepspeed.runtime import torch_autocast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.config.run import parse_pretrain
+from gptlm.config.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
-from gptlm.recipes import pretrain as recipe
+from gptlm.recipes import training
 from gptlm.recipes.machine import Machine
+from gptlm.recipes.pretrain import pretrain
+from gptlm.recipes.sft import sft
 
 
 @contextmanager
 def float16_on_the_cpu(words):
-    accelerator, choose = get_accelerator(), recipe.choose_machine
+    accelerator, choose = get_accelerator(), training.choose_machine
     if "--fp16" in words:
         accelerator.is_fp16_supported = lambda: True
         accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
-        recipe.choose_machine = lambda device, *, level, **_: Machine("cpu", "fp16", level)
+        training.choose_machine = lambda device, *, level, **_: Machine("cpu", "fp16", level)
     try:
         yield
     finally:
-        recipe.choose_machine = choose
+        training.choose_machine = choose
+
+
+def train(words):
+    if "--dataset_name_or_path" in words:
+        return sft(parse_sft(words, os.environ))
+    return pretrain(parse_pretrain(words, os.environ))
 
 
 def main(cases: str, results: str) -> None:
@@ -46,7 +55,7 @@ def main(cases: str, results: str) -> None:
     for name, words in json.loads(Path(cases).read_text()):
         try:
             with float16_on_the_cpu(words):
-                metrics = recipe.pretrain(parse_pretrain(words, os.environ))
+                metrics = train(words)
             dist.barrier()
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:

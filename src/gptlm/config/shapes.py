@@ -79,7 +79,7 @@ def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
     """Fill the size flags that were not given; returns the final sizes.
 
     Raises:
-        UsageError: if sizes contradict the weights, each other, or `max_seq_length`.
+        UsageError: if sizes contradict the weights, each other, or the length of a sample.
     """
     values = parsed.values
     continuing = values["continue_training"]
@@ -130,10 +130,12 @@ def _resolve_vocabulary(parsed: Parsed, source: ModelSource, base: int | None) -
 
 
 def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) -> None:
-    given, length = parsed.values["max_position_embeddings"], parsed.values["max_seq_length"]
+    given = parsed.values["max_position_embeddings"]
+    flag = "max_seq_length" if "max_seq_length" in parsed.values else "max_length"
+    length = parsed.values[flag]
     if given is None:
         if base is None or (base < length and not parsed.values["continue_training"]):
-            parsed.set("max_position_embeddings", length, "derived: max_seq_length")
+            parsed.set("max_position_embeddings", length, f"derived: {flag}")
         else:
             parsed.set("max_position_embeddings", base, source.origin)
     elif parsed.values["continue_training"] and given != base:
@@ -146,8 +148,7 @@ def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) ->
             else f"--max_position_embeddings {length}"
         )
         raise UsageError(
-            f"max_seq_length {length} is longer than the position table of {positions}; "
-            f"use --max_seq_length {positions}, or {remedy}"
+            f"{flag} {length} is longer than the position table of {positions}; use --{flag} {positions}, or {remedy}"
         )
 
 

@@ -137,6 +137,49 @@ PARALLEL_WORDS = {
     ),
 }
 
+SFT_RENAMED = {
+    "dataset": "dataset_name_or_path",
+    "eval_dataset": "eval_dataset_name_or_path",
+    "max_seq_length": "max_length",
+    "max_source_length": "src_length",
+    "max_target_length": "tgt_length",
+    "lora_r": "lora_rank",
+    "intokens": "zero_padding",
+    "packing": "zero_padding",
+}
+SFT_IGNORED = {
+    "benchmark": "there is one way to train",
+    "save_generation_output": "generated texts are always written to output_dir/predictions",
+    "pad_to_multiple_of": "a batch is as long as its longest example",
+    "pad_to_max_length": "a batch is as long as its longest example",
+    "eval_accumulation_steps": "an evaluation keeps two numbers per batch",
+    "remove_unused_columns": "a batch holds only what the model takes",
+    "lora_use_mixer": "adapters are PEFT's",
+}
+MERGE_RENAMED = {
+    "base_model_name_or_path": "model_name_or_path",
+    "merge_model_path": "output_path",
+    "merge_lora_model_path": "output_path",
+    "output_dir": "output_path",
+}
+MERGE_IGNORED = {
+    "device": "merging runs on the CPU",
+    "low_gpu_mem": "merging runs on the CPU",
+    "merge_model": "there is one way to merge",
+    "safe_serialization": "weights are always safetensors",
+}
+SFT_REFUSED = {
+    "prefix_tuning": (OFF, "prefix tuning is not implemented; use --lora"),
+    "pissa": (OFF, "PiSSA is not implemented; use --lora"),
+    "rslora": (OFF, "rank-stabilised LoRA is not implemented; set --lora_alpha"),
+    "lora_plus_scale": (("", "1", "1.0", "none"), "LoRA+ is not implemented; use --lora"),
+    "lokr": (OFF, "LoKr is not implemented; use --lora"),
+    "vera": (OFF, "VeRA is not implemented; use --lora"),
+    "neftune": (OFF, "NEFTune is not implemented"),
+    "weight_quantize_algo": (OFF, "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"),
+    "label_smoothing_factor": (("", "0", "0.0"), "label smoothing is not implemented"),
+}
+
 PREPROCESS_RENAMED = {
     "input": "input_path",
     "vocab": "vocab_file",
@@ -167,13 +210,71 @@ TOKENIZER_RENAMED = {"input": "input_path", "output": "output_dir", "json_keys":
 PREDICT_RENAMED = {
     "max_new_tokens": "tgt_length",
     "max_length": "tgt_length",
+    "max_dec_len": "tgt_length",
+    "min_dec_len": "min_new_tokens",
+    "max_source_length": "src_length",
     "per_device_eval_batch_size": "batch_size",
     "input": "input_file",
     "output": "output_file",
+    "adapter_name_or_path": "lora_path",
 }
-PREDICT_IGNORED = {"model_type": "the architecture is read from model_name_or_path"}
+PREDICT_IGNORED = {
+    "model_type": "the architecture is read from model_name_or_path",
+    "use_cache": "keys and values of earlier tokens are always kept",
+    "use_topp_sampling": "a kernel of PaddlePaddle; --top_p samples the same",
+    "early_finish": "a continuation always ends at its end-of-text token",
+    "inference": "there is one way to continue a prompt",
+}
 PREDICT_REFUSED = {
     "save_onepiece_model_path": (("", "none"), "saved models are in one piece already; copy the folder"),
+    "diversity_rate": (("", "0", "0.0", "none"), "diverse beams are not implemented; use --do_sample"),
+    "forced_bos_token_id": (("", "none"), "put the token into the prompt"),
+    "forced_eos_token_id": (("", "none"), "a continuation that is cut short has no end; leave it out"),
 }
 
 COPY_RENAMED = {"data_impl": "dataset_impl"}
+
+TOKENIZER_OF_MODEL = "the tokenizer is the one in the model's folder"
+RAW_WEIGHTS = "weights are read alone, there is nothing else to load"
+EVALUATE_RENAMED = {
+    "valid_data": "eval_path",
+    "micro_batch_size": "batch_size",
+    "per_device_eval_batch_size": "batch_size",
+    "max_seq_len": "max_seq_length",
+    "log_interval": "logging_freq",
+    "load": "model_name_or_path",
+    "pretrained_checkpoint": "model_name_or_path",
+    "data_path": "input_dir",
+}
+EVALUATE_IGNORED = {
+    "strict_lambada": "both measures of LAMBADA are always computed and printed",
+    "no_load_optim": RAW_WEIGHTS,
+    "no_load_rng": RAW_WEIGHTS,
+    "finetune": RAW_WEIGHTS,
+    "use_checkpoint_args": "sizes are always read from the model's config.json",
+    "vocab_file": TOKENIZER_OF_MODEL,
+    "merge_file": TOKENIZER_OF_MODEL,
+    "tokenizer_type": TOKENIZER_OF_MODEL,
+    "tokenizer_model": TOKENIZER_OF_MODEL,
+    "make_vocab_size_divisible_by": "the embedding has the rows the model was saved with",
+    "train_data": "nothing is trained",
+    "epochs": "nothing is trained",
+    "data_impl": "the format is read from the files",
+    "num_workers": "texts are prepared before the model is loaded",
+    "seed": "nothing is drawn at random",
+    "DDP_impl": "no gradients are exchanged",
+    "distributed_backend": "processes exchange a few sums only",
+    "local_rank": "torchrun sets it in the environment",
+    "checkpoint_activations": "nothing is trained",
+    "activations_checkpoint_method": "nothing is trained",
+    "recompute_activations": "nothing is trained",
+    "deepspeed": "each process holds the whole model",
+    "deepspeed_config": "each process holds the whole model",
+    "attention_softmax_in_fp32": "attention takes the fastest kernel of the machine, its softmax is float32",
+    "model_type": "the architecture is read from model_name_or_path",
+}
+EVALUATE_REFUSED = {
+    "tensor_model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
+    "model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
+    "pipeline_model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
+}

@@ -1,21 +1,16 @@
-"""Flags of the commands around training: tokenizer, preprocessing, prediction, demo."""
+"""Flags of the commands around training: tokenizer, preprocessing, demo."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptlm.config import spellings
 from gptlm.config.arguments import arg
-from gptlm.config.checks import device_known
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 
 TXT_SPLITS = ("blank_line", "line", "file")
 TOKENIZER_BACKENDS = ("tokenizers", "gigatoken")
 SEQUENCE_LEVELS = ("document", "sentence")
-DEFAULT_PROMPTS = (
-    "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
-    "问题：中国的首都是哪里？答案：北京。\n问题：广东的省会是哪个城市? 答案：",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,26 +80,6 @@ class TokenizerArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictArguments:
-    """Continue prompts with a trained model."""
-
-    model_name_or_path: str = arg("gpt-cpm-large-cn", "folder of a trained model, or a built-in name")
-    prompt: list[str] = arg([], "texts to continue; unset: input_file, or PaddleNLP's two Chinese questions")
-    input_file: str | None = arg(None, "one prompt per line, or .jsonl with the key prompt, src or text")
-    output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
-    batch_size: int = arg(1, "prompts continued together")
-    src_length: int = arg(200, "longest prompt in tokens; its end is kept")
-    tgt_length: int = arg(200, "most tokens to add")
-    seed: int = arg(20, "seed of sampling")
-    do_sample: bool = arg(False, "draw tokens instead of taking the likeliest")
-    top_k: int = arg(50, "with do_sample: draw among the k likeliest; 0: all")
-    top_p: float = arg(1.0, "with do_sample: draw among the likeliest that make up this probability")
-    temperature: float = arg(1.0, "with do_sample: above 1 flattens, below 1 sharpens")
-    stop_at_eol: bool | None = arg(None, "stop at a line break; unset: only for the built-in questions")
-    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DemoArguments:
     """The whole way on this machine's own text."""
 
@@ -120,9 +95,6 @@ PREPROCESS = Vocabulary(
     spellings.PREPROCESS_REFUSED,
 )
 TOKENIZER = Vocabulary((TokenizerArguments,), spellings.TOKENIZER_RENAMED)
-PREDICT = Vocabulary(
-    (PredictArguments,), spellings.PREDICT_RENAMED, spellings.PREDICT_IGNORED, spellings.PREDICT_REFUSED
-)
 DEMO = Vocabulary((DemoArguments,))
 
 
@@ -173,34 +145,6 @@ def parse_tokenizer(argv: Sequence[str]) -> TokenizerArguments:
     if problems:
         raise UsageError("\n".join(problems))
     return build(TokenizerArguments, parsed.values)
-
-
-def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...]]:
-    """The arguments and the lines to log. Raises UsageError listing everything that is wrong."""
-    parsed = parse(PREDICT, argv)
-    values = parsed.values
-    problems = [
-        f"--{name} {values[name]}: expected at least 1"
-        for name in ("batch_size", "src_length", "tgt_length")
-        if values[name] < 1
-    ]
-    if values["prompt"] and values["input_file"]:
-        problems.append("--prompt and --input_file both give prompts; use one")
-    if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
-        problems.append(
-            f"--temperature {values['temperature']:g}: expected 0.0001 to 10000; leave --do_sample out for greedy"
-        )
-    if values["top_k"] < 0:
-        problems.append(f"--top_k {values['top_k']}: expected 0 (all) or more")
-    if not 0 <= values["seed"] < 2**32:
-        problems.append(f"--seed {values['seed']}: expected 0 to {2**32 - 1}")
-    if not device_known(values["device"]):
-        problems.append(f"--device {values['device']!r}: gptlm runs on gpu and cpu")
-    if not 0 < values["top_p"] <= 1:
-        problems.append(f"--top_p {values['top_p']:g}: expected more than 0, at most 1")
-    if problems:
-        raise UsageError("\n".join(problems))
-    return build(PredictArguments, values), tuple(parsed.notes)
 
 
 def parse_demo(argv: Sequence[str]) -> DemoArguments:

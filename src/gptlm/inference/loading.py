@@ -3,28 +3,38 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError
+from gptlm.inference.adapters import load_adapted
 from gptlm.model.build import load_model
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import load_tokenizer
 
 
-def load_for_inference(source: str, device: torch.device) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
+def load_for_inference(
+    source: str, device: torch.device, *, dtype: torch.dtype = torch.float32, lora_path: str | None = None
+) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode on `device`, and its tokenizer.
 
     Args:
         source: a folder that holds both.
+        dtype: of the weights in memory.
+        lora_path: a folder with adapters, which are added to the weights; a tokenizer in it is the one returned.
 
     Raises:
-        GptlmError: if weights or tokenizer are missing; random weights are never used.
+        GptlmError: if weights, tokenizer or adapters are missing; random weights are never used.
     """
     folder = Path(source)
     if not has_weights(folder) or not (folder / "config.json").is_file():
         lacks = "config.json" if has_weights(folder) else "model weights (model.safetensors)"
         raise GptlmError(f"{folder} holds no {lacks}; give the output_dir of a training run")
-    tokenizer = load_tokenizer(source)
-    model = load_model(source, dtype=torch.float32)
+    if lora_path is None:
+        tokenizer = load_tokenizer(source)
+        model = load_model(source, dtype=dtype)
+    else:
+        model, tokenizer = load_adapted(source, Path(lora_path))
+        model.to(dtype=dtype)  # type: ignore[call-arg]
+    model.generation_config = GenerationConfig()  # what is not asked for is off, whatever a file in the folder says
     return model.eval().to(device), tokenizer

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
 
+from gptlm.config.generation import parse_predict
 from gptlm.config.run import parse_pretrain
-from gptlm.config.tools import DemoArguments, parse_predict, parse_preprocess, parse_tokenizer
+from gptlm.config.tools import DemoArguments, parse_preprocess, parse_tokenizer
 from gptlm.recipes.predict import predict
 from gptlm.recipes.preprocess import preprocess
 from gptlm.recipes.pretrain import pretrain

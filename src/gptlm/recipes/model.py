@@ -82,12 +82,12 @@ def make_model(
     if deepspeed is not None and stage_of(deepspeed) == 3:
         stored, config = None, new_config(run.shape, *dropouts, eos_token_id)
         if run.model.continue_training:
-            folder = _weights_folder(run)
+            folder = weights_folder(run)
             stored, config = StoredWeights(folder), loaded_config(folder, hidden, attention, run.shape.vocab_size)
         model = build_sharded(lambda: blank_model(config), partial(_fill, stored), deepspeed)
     elif run.model.continue_training:
         model = load_model(
-            _weights_folder(run),
+            weights_folder(run),
             vocab_size=run.shape.vocab_size,
             hidden_dropout=hidden,
             attention_dropout=attention,
@@ -102,7 +102,7 @@ def make_model(
     return model
 
 
-def _weights_folder(run: Run) -> str:
+def weights_folder(run: Run) -> str:
     weights = run.source.weights or ""
     try:
         return hub_folder(weights, weights=True) if run.source.kind == "preset" else weights

@@ -2,18 +2,25 @@
 
 import json
 import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.tools import DEFAULT_PROMPTS, PredictArguments
+from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
 from gptlm.errors import GptlmError
-from gptlm.inference.generation import Sampling, continue_prompts
+from gptlm.inference.adapters import is_adapter
+from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
+from gptlm.inference.streaming import Stream
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
+from gptlm.model.lora import settings_of
 from gptlm.model.presets import PRESETS
 from gptlm.recipes.machine import choose_machine, use_device
 from gptlm.training.logging import start_logging
@@ -27,57 +34,142 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     """Run it; prints each continuation and returns them.
 
     Raises:
-        GptlmError: if prompts, weights or tokenizer cannot be read.
+        GptlmError: if prompts, weights, adapters or tokenizer cannot be read.
     """
+    speak(notes)
+    prompts = _prompts(arguments)
+    if arguments.output_file:
+        _make_room(Path(arguments.output_file))
+    model, tokenizer = load(arguments)
+    rows = encode_prompts(tokenizer, prompts, arguments.src_length)
+    settings = _settings(arguments, prompts)
+    next(continue_rows(model, tokenizer, [[rows[0][0]]], batch_size=1, max_new_tokens=1))  # the slow first call
+    torch.manual_seed(arguments.seed)
+    alone = arguments.batch_size == arguments.num_beams == arguments.num_return_sequences == 1
+    if alone and sys.stdout.isatty():
+        found = _streamed(model, tokenizer, rows, settings)
+    else:
+        found = _printed(tokenizer, continue_apart(model, tokenizer, rows, batch_size=arguments.batch_size, **settings))
+    results = _timed(found)
+    if arguments.output_file:
+        copies = [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)]
+        _write(Path(arguments.output_file), copies, results)
+    return results
+
+
+def speak(notes: Sequence[str]) -> None:
+    """Our own log, and `notes` in it; transformers keeps silent."""
     start_logging(speaks=True)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for note in notes:
         logger.info("%s", note)
-    prompts = _prompts(arguments)
-    if arguments.output_file:
-        _make_room(Path(arguments.output_file))
-    machine = choose_machine(arguments.device, fp16=False, bf16=False, level="O1")
+
+
+def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
+    """The model on its device, with its adapters, in its precision; and the tokenizer.
+
+    Raises:
+        GptlmError: if something cannot be found or read.
+    """
+    name, adapters = arguments.model_name_or_path, arguments.lora_path
+    if is_adapter(Path(name)):
+        if adapters:
+            raise GptlmError(
+                f"{name} and --lora_path {adapters} are both adapters; merge one with scripts/merge_lora.py"
+            )
+        adapters, name = name, settings_of(Path(name)).get("base_model_name_or_path") or ""
+    elif adapters:
+        settings_of(Path(adapters))
+    folder = _folder(name, adapters)
+    machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
-    model, tokenizer = _load(arguments, torch.device(machine.device))
-    stop_at_eol = arguments.stop_at_eol
-    torch.manual_seed(arguments.seed)
-    texts = continue_prompts(
-        model,
-        tokenizer,
-        prompts,
-        batch_size=arguments.batch_size,
-        max_prompt_tokens=arguments.src_length,
-        max_new_tokens=arguments.tgt_length,
-        sampling=Sampling(arguments.do_sample, arguments.top_k, arguments.top_p, arguments.temperature),
-        stop_at_eol=prompts == list(DEFAULT_PROMPTS) if stop_at_eol is None else stop_at_eol,
+    return load_for_inference(folder, torch.device(machine.device), dtype=machine.dtype, lora_path=adapters)
+
+
+def sampling_of(arguments: PredictArguments) -> Sampling:
+    """What the flags say of choosing tokens."""
+    return Sampling(
+        do_sample=arguments.do_sample,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        temperature=arguments.temperature,
+        repetition_penalty=arguments.repetition_penalty,
+        min_new_tokens=arguments.min_new_tokens,
+        num_beams=arguments.num_beams,
+        length_penalty=arguments.length_penalty,
+        early_stopping=arguments.early_stopping,
+        num_return_sequences=arguments.num_return_sequences,
     )
-    results = []
-    for text in texts:
+
+
+def _settings(arguments: PredictArguments, prompts: list[str]) -> dict[str, Any]:
+    asked = arguments.stop_at_eol
+    return {
+        "max_new_tokens": arguments.tgt_length,
+        "sampling": sampling_of(arguments),
+        "stop_at_eol": prompts == list(DEFAULT_PROMPTS) if asked is None else asked,
+    }
+
+
+def _printed(tokenizer: PreTrainedTokenizerBase, rows: Iterator[list[int]]) -> Iterator[tuple[str, int]]:
+    """Text and number of tokens of each continuation, which is printed."""
+    for ids in rows:
+        text = text_of(tokenizer, ids)
         print(text, flush=True)
+        yield text, len(ids)
+
+
+def _streamed(
+    model: GPTLMHeadModel, tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], settings: dict[str, Any]
+) -> Iterator[tuple[str, int]]:
+    """As `_printed`, on a terminal: each piece as it comes."""
+    check_rows(model, rows, settings["max_new_tokens"])
+    for row in rows:
+        stream, pieces = Stream(model, tokenizer, row, **settings), []
+        for piece in stream:
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+        print(flush=True)
+        yield "".join(pieces), len(stream.ids)
+
+
+def _timed(found: Iterator[tuple[str, int]]) -> list[str]:
+    started, results, count = time.perf_counter(), [], 0
+    for text, tokens in found:
         results.append(text)
-    if arguments.output_file:
-        _write(Path(arguments.output_file), prompts, results)
+        count += tokens
+    seconds = time.perf_counter() - started
+    logger.info("%d tokens in %.2f s: %.1f tokens/s, without loading", count, seconds, count / max(seconds, 1e-9))
     return results
 
 
 def _prompts(arguments: PredictArguments) -> list[str]:
-    if arguments.prompt:
-        return list(arguments.prompt)
     if arguments.input_file is None:
-        return list(DEFAULT_PROMPTS)
-    path = Path(arguments.input_file)
+        given = arguments.prompt or DEFAULT_PROMPTS
+        found = [(f"--prompt, text {number}", text) for number, text in enumerate(given, start=1)]
+    else:
+        found = _read(Path(arguments.input_file))
+    for place, text in found:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair of UTF-16, bytes of another encoding
+            raise GptlmError(f"{place} is not valid Unicode (character {error.start + 1}); mend it there") from error
+    return [text for _, text in found]
+
+
+def _read(path: Path) -> list[tuple[str, str]]:
+    """Place and text of each prompt in a file."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise GptlmError(f"cannot read the prompts in {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
-    if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1)]
-    if not lines:
+    found = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
         raise GptlmError(f"{path} holds no prompts; expected one per line")
-    return lines
+    return [(place, _prompt_of(line, place)) for place, line in found] if path.suffix == ".jsonl" else found
 
 
 def _prompt_of(line: str, place: str) -> str:
@@ -88,16 +180,17 @@ def _prompt_of(line: str, place: str) -> str:
         raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}") from error
 
 
-def _load(arguments: PredictArguments, device: torch.device) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
-    name = arguments.model_name_or_path
+def _folder(name: str, adapters: str | None) -> str:
+    """The local folder of the model `name`; `adapters` may be where the name comes from."""
     if Path(name).is_dir():
-        return load_for_inference(name, device)
+        return name
     preset = PRESETS.get(name)
     if preset is None:
-        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name")
+        hint = f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
+        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
-    return load_for_inference(hub_folder(preset.hub_id, weights=True), device)
+    return hub_folder(preset.hub_id, weights=True)
 
 
 def _make_room(path: Path) -> None:

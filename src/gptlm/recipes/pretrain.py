@@ -1,20 +1,15 @@
 """Pretraining, from a checked run to a saved model: data -> model -> trainer -> train -> save -> metrics."""
 
 import logging
-import os
-from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, set_seed
-from transformers import TrainingArguments as HFTrainingArguments
+from transformers import set_seed
 
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
-from gptlm.errors import UsageError
-from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.engine import start_deepspeed
-from gptlm.recipes.hf_arguments import hf_arguments, tracker_callbacks
-from gptlm.recipes.machine import Machine, choose_machine, process_group_closed, use_device
-from gptlm.recipes.model import find_tokenizer, make_model, say_start
+from gptlm.recipes.hf_arguments import hf_arguments
+from gptlm.recipes.machine import Machine, process_group_closed
+from gptlm.recipes.model import find_tokenizer, make_model
 from gptlm.recipes.pretrain_data import (
     TEST_FACTOR,
     Datasets,
@@ -28,12 +23,10 @@ from gptlm.recipes.pretrain_data import (
     steps_per_epoch,
     window,
 )
-from gptlm.recipes.sharding import deepspeed_config, shard_groups
-from gptlm.recipes.start import check_output, output_locked, say_changes, settings, starting_point
-from gptlm.recipes.training import evaluate, finish, loss_scale, say_run, schedule, train
+from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.start import output_locked
+from gptlm.recipes.training import begin, evaluate, finish, say_run, schedule, train, trainer_arguments
 from gptlm.training import checkpoint
-from gptlm.training.logging import start_logging
-from gptlm.training.loss_scale import LossScale
 from gptlm.training.trainer import PretrainTrainer
 
 logger = logging.getLogger(__name__)
@@ -45,17 +38,7 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can mend, before the model is built wherever that is possible.
     """
-    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
-    if run.refusals:
-        raise UsageError("\n".join(run.refusals))
-    training = run.training
-    check_output("output_dir", Path(training.output_dir or ""))
-    if training.logging_dir:
-        check_output("logging_dir", Path(training.logging_dir))
-    start = starting_point(run)
-    say_start(run, start)
-    machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
-    use_device(machine)
+    start, machine = begin(run)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
     with output_locked(run), process_group_closed():
@@ -80,8 +63,18 @@ def _run(
     model = make_model(run, tokenizer, deepspeed)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    scale = loss_scale(run, deepspeed) if machine.precision == "fp16" else None
-    trainer = _trainer(run, arguments, datasets, tokenizer, start, model, shard_groups(run, deepspeed), scale)
+    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
+    facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
+    trainer = PretrainTrainer(
+        model=model,
+        train_dataset=served(run, datasets["train"]),
+        eval_dataset=window(run, datasets["valid"], run.eval_batches),
+        data_collator=collator(run),
+        processing_class=tokenizer,
+        schedule=schedule(run),
+        seq_length=run.data.max_seq_length,
+        **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
+    )
     metrics = train(run, trainer, start) if training.do_train else {}
     if training.do_eval and not training.do_train:
         metrics |= evaluate(trainer, "eval")
@@ -89,44 +82,6 @@ def _run(
         metrics |= _test(run, trainer, datasets)
     finish(run, trainer, metrics)
     return metrics
-
-
-def _trainer(
-    run: PretrainRun,
-    arguments: HFTrainingArguments,
-    datasets: Datasets,
-    tokenizer: PreTrainedTokenizerBase | None,
-    start: checkpoint.Checkpoint | None,
-    model: GPTLMHeadModel,
-    shard_degree: int | None,
-    scale: LossScale | None,
-) -> PretrainTrainer:
-    training = run.training
-    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
-    facts = {"order": order_facts(run, datasets["train"]), "settings": settings(run) | masking}
-    if start is not None:
-        say_changes(start, facts)
-    return PretrainTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=served(run, datasets["train"]),
-        eval_dataset=window(run, datasets["valid"], run.eval_batches),
-        data_collator=collator(run),
-        processing_class=tokenizer,
-        callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
-        schedule=schedule(run),
-        seq_length=run.data.max_seq_length,
-        consumed_samples=start.facts["consumed_samples"] if start else 0,
-        consumed_steps=start.facts["global_step"] if start else 0,
-        loss_sum=start.facts["loss_sum"] if start else 0.0,
-        facts=facts,
-        loss_scale=scale,
-        master_grad=training.amp_master_grad,
-        weights_only=training.ignore_load_lr_and_optim,
-        shard_degree=shard_degree,
-        keep=training.save_total_limit,
-        process_memory=not training.skip_memory_metrics,
-    )
 
 
 def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:

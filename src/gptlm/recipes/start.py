@@ -3,7 +3,7 @@
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -65,8 +65,8 @@ def output_locked(run: Run) -> Iterator[None]:
             lock.release()
 
 
-def starting_point(run: Run) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from; None starts at step 0.
+def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from; None starts at step 0. `check` raises where one is not of this run's model.
 
     Raises:
         GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
@@ -89,7 +89,7 @@ def starting_point(run: Run) -> checkpoint.Checkpoint | None:
                 "or remove them, or start anew with --overwrite_output_dir"
             )
     if found is None:
-        if (output_dir / "model.safetensors").exists():
+        if any((output_dir / name).exists() for name in ("model.safetensors", "adapter_model.safetensors")):
             raise GptlmError(
                 f"{output_dir} holds a model but no checkpoint to go on from; give another --output_dir, or "
                 "--overwrite_output_dir to replace it"
@@ -103,11 +103,11 @@ def starting_point(run: Run) -> checkpoint.Checkpoint | None:
             "--ignore_load_lr_and_optim"
         )
     else:
-        _check_shape(run, found)
+        check(run, found)
     return found
 
 
-def _check_shape(run: Run, found: checkpoint.Checkpoint) -> None:
+def check_shape(run: Run, found: checkpoint.Checkpoint) -> None:
     """Raises GptlmError if the checkpoint is of another model than the command's."""
     saved = asdict(shape_of_config(found.path / "config.json"))
     differences = [

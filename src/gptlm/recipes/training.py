@@ -1,15 +1,24 @@
 """Steps that every training run takes: its loss scale and schedule, training, evaluating, reporting."""
 
 import logging
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
+from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import Run
+from gptlm.errors import UsageError
+from gptlm.recipes.hf_arguments import tracker_callbacks
+from gptlm.recipes.machine import Machine, choose_machine, use_device
+from gptlm.recipes.model import say_start
+from gptlm.recipes.sharding import shard_groups
+from gptlm.recipes.start import check_output, check_shape, say_changes, settings, starting_point
 from gptlm.training import checkpoint
-from gptlm.training.logging import table
+from gptlm.training.logging import start_logging, table
 from gptlm.training.loss_scale import LossScale
 from gptlm.training.results import remove_results, write_results
 from gptlm.training.schedule import Schedule
@@ -18,7 +27,62 @@ from gptlm.training.trainer import PretrainTrainer
 logger = logging.getLogger(__name__)
 
 
-def loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
+def begin(
+    run: Run, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
+) -> tuple[checkpoint.Checkpoint | None, Machine]:
+    """The checkpoint to go on from and the machine, after all that can be found out without data and weights.
+
+    Args:
+        check: raises GptlmError where a checkpoint is not of this run's model.
+    """
+    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
+    if run.refusals:
+        raise UsageError("\n".join(run.refusals))
+    training = run.training
+    check_output("output_dir", Path(training.output_dir or ""))
+    if training.logging_dir:
+        check_output("logging_dir", Path(training.logging_dir))
+    start = starting_point(run, check)
+    say_start(run, start)
+    machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
+    use_device(machine)
+    return start, machine
+
+
+def trainer_arguments(
+    run: Run,
+    machine: Machine,
+    arguments: HFTrainingArguments,
+    deepspeed: dict[str, Any] | None,
+    start: checkpoint.Checkpoint | None,
+    facts: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """What every kind of trainer is made with, beside its model and data.
+
+    Args:
+        facts: "order" and "settings", noted in each checkpoint; what is not as in `start` is said.
+    """
+    training = run.training
+    facts["settings"] = settings(run) | facts.get("settings", {})
+    if start is not None:
+        say_changes(start, facts)
+    return {
+        "args": arguments,
+        "callbacks": tracker_callbacks(run, Path(training.output_dir or "")),
+        "consumed_samples": start.facts["consumed_samples"] if start else 0,
+        "consumed_steps": start.facts["global_step"] if start else 0,
+        "loss_sum": start.facts["loss_sum"] if start else 0.0,
+        "facts": facts,
+        "loss_scale": _loss_scale(run, deepspeed) if machine.precision == "fp16" else None,
+        "master_grad": training.amp_master_grad,
+        "weights_only": training.ignore_load_lr_and_optim,
+        "shard_degree": shard_groups(run, deepspeed),
+        "keep": training.save_total_limit,
+        "process_memory": not training.skip_memory_metrics,
+    }
+
+
+def _loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
     """Of the flags, or of a --deepspeed FILE that speaks of it."""
     training = run.training
     block = {key: value for key, value in (deepspeed or {}).get("fp16", {}).items() if value != "auto"}

@@ -30,5 +30,4 @@ class Bookkeeping(TrainerCallback):
         self.trainer.throughput.restart(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        dataset: Any = self.trainer.train_dataset
-        state.epoch = self.trainer.consumed_samples / len(dataset)
+        state.epoch = self.trainer.consumed_samples / self.trainer.samples_per_epoch

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 
 from gptlm.model.build import StoredWeights
+from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.engine import whole
 from gptlm.training import checkpoint, states
 from gptlm.training.stepping import SteppingTrainer
@@ -52,6 +54,11 @@ class SavingTrainer(SteppingTrainer):
         return Path(self.args.output_dir or "")
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained, and so saved."""
+        return isinstance(self.network, PeftModel)
+
+    @property
     def zero_optimizer(self) -> Any:
         """DeepSpeed's optimizer, or None."""
         return self.model_wrapped.optimizer if self.is_deepspeed_enabled else None
@@ -73,14 +80,21 @@ class SavingTrainer(SteppingTrainer):
             self.save_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model as a plain GPT-2 folder; under ZeRO stage 3 it is brought together weight by weight."""
+        """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; stage 3 brings it together by weight."""
         weights = {}
-        for name, parameter in self.network.named_parameters():
+        for name, parameter in states.trained(self.network):
             with whole([parameter]):
                 if self.args.should_save:
                     weights[name] = parameter.detach().cpu() if hasattr(parameter, "ds_id") else parameter.detach()
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=weights)
+        if not self.args.should_save:
+            return
+        folder = output_dir or self.args.output_dir or ""
+        if not self.has_adapters:
+            self._save(folder, state_dict=weights)
+            return
+        save_adapters(self.network, weights, Path(folder))
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
 
     def _save_checkpoint(self, model, trial) -> None:
         staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
@@ -139,7 +153,7 @@ class SavingTrainer(SteppingTrainer):
         facts = checkpoint.read(folder).facts
         optimizer = self.inner_optimizer
         steps = 0 if self.weights_only else facts["optimizer_steps"]
-        states.load(folder, self.network, optimizer, steps)
+        states.load(folder, self._stored(folder), self.network, optimizer, steps)
         if self.weights_only:
             return
         scheduler: Any = self.lr_scheduler
@@ -174,10 +188,13 @@ class SavingTrainer(SteppingTrainer):
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         """Put the weights of a checkpoint into the model."""
-        stored = StoredWeights(str(folder))
-        for name, parameter in self.network.named_parameters():
+        stored = self._stored(folder)
+        for name, parameter in states.trained(self.network):
             with whole([parameter], write=True):
                 parameter.copy_(stored.get(name))
+
+    def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
+        return StoredAdapters(folder) if self.has_adapters else StoredWeights(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Nothing: `_prepare_for_training` does it, when the optimizer is there."""

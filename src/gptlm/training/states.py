@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gptlm.errors import GptlmError
-from gptlm.model.build import StoredWeights
 from gptlm.parallel.engine import as_float, whole
 from gptlm.training.master import MasterWeightAdamW
 
@@ -65,16 +64,17 @@ def gather(model: nn.Module, optimizer: Any, *, writes: bool) -> Iterator[tuple[
         yield name, as_float(tensor) if writes else None
 
 
-def load(folder: Path, model: nn.Module, optimizer: Any, steps: int) -> None:
+def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: int) -> None:
     """Weights and state of the checkpoint in `folder` into any layout.
 
     Args:
+        weights: gives the checkpoint's weights by name (`StoredWeights` or `StoredAdapters`).
         steps: optimizer steps the state has seen.
 
     Raises:
         GptlmError: if a tensor is missing or of another shape.
     """
-    stored = StoredStates(folder)
+    stored = StoredStates(folder, weights)
     if _is_zero(optimizer):
         _load_sharded(stored, model, optimizer, steps)
     else:
@@ -84,9 +84,8 @@ def load(folder: Path, model: nn.Module, optimizer: Any, steps: int) -> None:
 class StoredStates:
     """Tensors of a checkpoint by name, read one at a time."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.weights = StoredWeights(str(folder))
+    def __init__(self, folder: Path, weights: Any):
+        self.folder, self.weights = folder, weights
         self.files: dict[str, Any] = {}
         for path in files(folder):
             file = safe_open(path, "pt")
@@ -108,6 +107,11 @@ class StoredStates:
         return self.files[key].get_tensor(key)
 
 
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that training changes, by name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _is_zero(optimizer: Any) -> bool:
     return hasattr(optimizer, "loss_scaler") and not isinstance(optimizer, torch.optim.Optimizer)
 
@@ -117,7 +121,7 @@ def _is_zero(optimizer: Any) -> bool:
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     masters = _masters(optimizer)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         owner = masters.get(parameter, parameter)
         if owner is not parameter:
             yield f"{name}|master", owner
@@ -130,7 +134,7 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     masters = _masters(optimizer)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         owner = masters.get(parameter, parameter)
         weight = stored.weight(name)
         owner.copy_(weight)
@@ -154,8 +158,8 @@ def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
     if stepped:
         _link(optimizer)
-    half = next(model.parameters()).dtype != torch.float32
-    for name, parameter in model.named_parameters():
+    half = trained(model)[0][1].dtype != torch.float32
+    for name, parameter in trained(model):
         if half:
             yield f"{name}|master", safe_get_full_fp32_param(parameter)
         for kind in MOMENTS if stepped else ():
@@ -172,7 +176,7 @@ def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps:
             step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
             inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in MOMENTS}}
         _link(optimizer)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model):
         weight = stored.weight(name)
         safe_set_full_fp32_param(parameter, weight)
         for kind in MOMENTS if steps and stored.has_moments(name) else ():

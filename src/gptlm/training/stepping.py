@@ -69,7 +69,7 @@ class SteppingTrainer(Trainer):
         if not self.half_weights or self.optimizer is not None:
             return super().create_optimizer(model)
         decayed = set(self.get_decay_parameter_names(self.network))
-        named = list(self.network.named_parameters())
+        named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
         groups = [
             {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},

@@ -79,6 +79,12 @@ class PretrainTrainer(SavingTrainer):
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples that count as 1 in `progress_or_epoch`: here the whole run."""
+        dataset: Any = self.train_dataset
+        return len(dataset)
+
+    @property
     def consumed_samples(self) -> int:
         """Training samples used so far, earlier starts of the run included."""
         return self.start_samples + (self.state.global_step - self.start_step) * self.samples_per_step
@@ -189,10 +195,15 @@ class PretrainTrainer(SavingTrainer):
             hidden = ("model_preparation_time", "total_flos")
             shown = {key: value for key, value in logs.items() if not key.endswith(hidden)}
             shown["progress_or_epoch"] = round(progress, 4)
+        shown |= self.more_fields(logs)
         noted = shown if gradient_norm is None else {**shown, "grad_norm": gradient_norm}
         self.state.log_history.append({**noted, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
         logger.info(log_line(shown))
+
+    def more_fields(self, logs: dict[str, float]) -> dict[str, float]:
+        """What a kind of training adds to a log line."""
+        return {}
 
     def _manifest(self) -> dict[str, Any]:
         return {

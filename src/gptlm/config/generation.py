@@ -1,0 +1,137 @@
+"""Flags of continuing prompts, on the command line and on the page."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptlm.config import spellings
+from gptlm.config.arguments import arg
+from gptlm.config.checks import device_known
+from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.errors import UsageError
+
+DEFAULT_PROMPTS = (
+    "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
+    "问题：中国的首都是哪里？答案：北京。\n问题：广东的省会是哪个城市? 答案：",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments:
+    """Continue prompts with a trained model."""
+
+    model_name_or_path: str = arg("gpt-cpm-large-cn", "folder of a trained model or of adapters, or a built-in name")
+    lora_path: str | None = arg(None, "folder of LoRA adapters (PEFT's files), added to the model's weights in memory")
+    prompt: list[str] = arg([], "texts to continue; unset: input_file, or PaddleNLP's two Chinese questions")
+    input_file: str | None = arg(None, "one prompt per line, or .jsonl with the key prompt, src or text")
+    output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
+    batch_size: int = arg(1, "prompts continued together")
+    src_length: int = arg(200, "longest prompt in tokens; of a longer one the end is used, and the log says so")
+    tgt_length: int = arg(200, "most tokens to add")
+    min_new_tokens: int = arg(0, "fewest tokens to add")
+    seed: int = arg(20, "seed of sampling")
+    decode_strategy: str | None = arg(
+        None,
+        "FleetX's word: sampling is do_sample, beam_search needs num_beams, greedy_search is neither",
+        choices=("sampling", "greedy_search", "beam_search"),
+    )
+    do_sample: bool = arg(False, "draw tokens instead of taking the likeliest")
+    top_k: int = arg(50, "with do_sample: draw among the k likeliest; 0: all")
+    top_p: float = arg(1.0, "with do_sample: draw among the likeliest that make up this probability; 1.0: all")
+    temperature: float = arg(1.0, "with do_sample: above 1 flattens, below 1 sharpens")
+    repetition_penalty: float = arg(1.0, "above 1 makes tokens of prompt and continuation less likely to come again")
+    num_beams: int = arg(1, "beams of a beam search; 1: none")
+    length_penalty: float = arg(1.0, "with num_beams: above 0 favours long continuations, below 0 short ones")
+    early_stopping: bool = arg(False, "with num_beams: end as soon as num_beams continuations have ended")
+    num_return_sequences: int = arg(1, "continuations of each prompt; needs do_sample or num_beams")
+    stop_at_eol: bool | None = arg(None, "stop at a line break; unset: only for the built-in questions")
+    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
+    bf16: bool = arg(False, "keep weights and compute in bfloat16")
+    fp16: bool = arg(False, "keep weights and compute in float16; GPU only")
+    serve: bool = arg(False, "open a local web page instead, on which prompts are typed; extra 'serve'")
+    host: str = arg("127.0.0.1", "with serve: address the page listens on")
+    port: int = arg(7860, "with serve: port the page listens on")
+
+
+PREDICT = Vocabulary(
+    (PredictArguments,), spellings.PREDICT_RENAMED, spellings.PREDICT_IGNORED, spellings.PREDICT_REFUSED
+)
+
+WITH = {  # flags -> the flag without which they have no effect
+    "do_sample": ("top_k", "top_p", "temperature"),
+    "num_beams": ("length_penalty", "early_stopping"),
+    "serve": ("host", "port"),
+}
+
+
+def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...]]:
+    """The arguments and the lines to log. Raises UsageError listing everything that is wrong."""
+    parsed = parse(PREDICT, argv)
+    problems = [*_ranges(parsed.values), *_strategy(parsed), *_combinations(parsed.values)]
+    if problems:
+        raise UsageError("\n".join(problems))
+    used = {**parsed.values, "num_beams": parsed.values["num_beams"] > 1}
+    for flag, names in WITH.items():
+        given = [name for name in names if parsed.sources[name] != "default"]
+        if given and not used[flag] and not (parsed.values["serve"] and flag == "do_sample"):
+            parsed.note(f"{', '.join('--' + name for name in given)} has no effect without --{flag}")
+    return build(PredictArguments, parsed.values), tuple(parsed.notes)
+
+
+def _ranges(values: dict[str, Any]) -> Iterator[str]:
+    for name in ("batch_size", "src_length", "tgt_length", "num_beams", "num_return_sequences"):
+        if values[name] < 1:
+            yield f"--{name} {values[name]}: expected at least 1"
+    if not 0 <= values["min_new_tokens"] <= values["tgt_length"]:
+        yield f"--min_new_tokens {values['min_new_tokens']}: expected 0 to --tgt_length ({values['tgt_length']})"
+    if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
+        yield f"--temperature {values['temperature']:g}: expected 0.0001 to 10000; leave --do_sample out for greedy"
+    if values["top_k"] < 0:
+        yield f"--top_k {values['top_k']}: expected 0 (all) or more"
+    if not 0 < values["top_p"] <= 1:
+        yield f"--top_p {values['top_p']:g}: expected more than 0, at most 1 (all)"
+    if not 0 < values["repetition_penalty"] < math.inf:
+        yield f"--repetition_penalty {values['repetition_penalty']:g}: expected more than 0; 1 is none"
+    if not math.isfinite(values["length_penalty"]):
+        yield f"--length_penalty {values['length_penalty']:g}: expected a finite number"
+    if not 0 <= values["seed"] < 2**32:
+        yield f"--seed {values['seed']}: expected 0 to {2**32 - 1}"
+    if not device_known(values["device"]):
+        yield f"--device {values['device']!r}: gptlm runs on gpu and cpu"
+    if not 1 <= values["port"] < 2**16:
+        yield f"--port {values['port']}: expected 1 to {2**16 - 1}"
+
+
+def _strategy(parsed: Parsed) -> Iterator[str]:
+    """FleetX's decode_strategy in HuggingFace's words."""
+    values, strategy = parsed.values, parsed.values["decode_strategy"]
+    if strategy is None:
+        return
+    if strategy == "sampling" and parsed.sources["do_sample"] == "default":
+        parsed.set("do_sample", True, "decode_strategy")
+    if values["do_sample"] != (strategy == "sampling"):
+        yield f"--decode_strategy {strategy} and --do_sample {values['do_sample']} contradict each other; use one"
+    if strategy == "beam_search" and values["num_beams"] < 2:
+        yield "--decode_strategy beam_search needs --num_beams of 2 or more"
+    if strategy == "greedy_search" and values["num_beams"] > 1:
+        yield f"--decode_strategy greedy_search has one beam, --num_beams {values['num_beams']} is given; use one"
+
+
+def _combinations(values: dict[str, Any]) -> Iterator[str]:
+    if values["prompt"] and values["input_file"]:
+        yield "--prompt and --input_file both give prompts; use one"
+    if values["bf16"] and values["fp16"]:
+        yield "--bf16 and --fp16 are both given; use one"
+    copies, beams = values["num_return_sequences"], values["num_beams"]
+    if copies > 1 and not values["do_sample"] and beams == 1:
+        yield f"--num_return_sequences {copies}: greedy search finds one; add --do_sample or --num_beams {copies}"
+    elif copies > beams and not values["do_sample"]:
+        yield f"--num_return_sequences {copies} is more than --num_beams {beams}; raise --num_beams or add --do_sample"
+    elif copies > beams > 1:
+        yield f"--num_return_sequences {copies} is more than --num_beams {beams}; raise --num_beams"
+    if values["serve"]:
+        given = [name for name in ("prompt", "input_file", "output_file") if values[name]]
+        given += [name for name in ("num_beams", "num_return_sequences") if values[name] > 1]
+        if given:
+            yield f"--serve shows one continuation of what is typed as it is made; leave out --{' --'.join(given)}"

@@ -1,0 +1,185 @@
+"""One fine-tuning run, resolved: the flags of PaddleNLP's `finetune_generation.py` and of its argument files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptlm.config import spellings
+from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
+from gptlm.config.checks import typed
+from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.config.run import Run, resolve, resolve_strategies, resolve_world
+from gptlm.config.shapes import ModelSource, find_model
+from gptlm.errors import UsageError
+
+LESS_IS_BETTER = ("loss", "ppl")
+MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
+GENERATED = ("bleu4", "rouge1", "rouge2", "rougel")
+METRIC_LEVELS = ("word", "char")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftArguments:
+    """The examples and how they become samples."""
+
+    dataset_name_or_path: str | None = arg(
+        None, "a file (.json, .jsonl, .parquet), a folder with train and dev files, or a dataset; unset: task_name"
+    )
+    eval_dataset_name_or_path: str | None = arg(None, "examples for evaluation; unset: dev, else a share of train")
+    task_name: str = arg("squad", "a dataset of the HuggingFace hub, when dataset_name_or_path is not given")
+    src_length: int = arg(1024, "most tokens of a prompt; its end is cut")
+    tgt_length: int = arg(142, "most tokens of an answer with its end-of-text token, in training and in evaluation")
+    max_length: int | None = arg(
+        None, "most tokens of a sample; unset: src_length + tgt_length or the position table; cuts the prompt first"
+    )
+    zero_padding: bool = arg(False, "pack short examples into samples of max_length; none attends to another")
+    train_on_prompt: bool = arg(False, "prompts are targets, too, not only answers")
+    paddle_compat: bool = arg(False, "PaddleNLP's encoding: </s> is text, padding on the left is attended to")
+    additional_special_tokens: list[str] = arg([], "tokens to add to the vocabulary")
+    lr_decay_ratio: float = arg(0.1, "last learning rate of the linear schedule as a share of the highest")
+    eval_with_do_generation: bool = arg(True, "evaluations also continue prompts and compare the texts")
+    generate_num: int = arg(100, "evaluation prompts that are continued; 0: none, -1: all")
+    metric_level: str = arg("word", "what BLEU and ROUGE count", choices=METRIC_LEVELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraArguments:
+    """Low-rank adapters."""
+
+    lora: bool = arg(False, "train adapters only; the model's own weights stay")
+    lora_rank: int = arg(8, "rank of the adapters")
+    lora_alpha: float | None = arg(None, "adapters are scaled by lora_alpha / lora_rank; unset: 2 x lora_rank")
+    lora_dropout: float = arg(0.0, "dropout before the adapters")
+    lora_target_modules: list[str] = arg(
+        ["c_attn", "c_proj", "c_fc"], "matrices that get an adapter: c_attn, c_proj, c_fc", words=True
+    )
+    lora_path: str | None = arg(None, "a folder with adapters to start from")
+    merge_weights: bool = arg(False, "also write output_dir/merged: the model with the adapters added to its weights")
+
+
+SFT = Vocabulary(
+    groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments),
+    renamed=spellings.PRETRAIN_RENAMED | spellings.SFT_RENAMED,
+    ignored={word: why for word, why in spellings.PRETRAIN_IGNORED.items() if word not in spellings.SFT_RENAMED}
+    | spellings.SFT_IGNORED,
+    refused=spellings.PRETRAIN_REFUSED | spellings.SFT_REFUSED,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeArguments:
+    """Adapters into a model."""
+
+    model_name_or_path: str | None = arg(None, "the model; unset: the one that lora_path names")
+    lora_path: str | None = arg(None, "folder with adapters")
+    output_path: str | None = arg(None, "folder for the merged model")
+    dtype: str = arg("float32", "of the merged weights", choices=("float32", "bfloat16", "float16"))
+
+
+MERGE = Vocabulary((MergeArguments,), spellings.MERGE_RENAMED, spellings.MERGE_IGNORED)
+
+
+def parse_merge(argv: Sequence[str]) -> MergeArguments:
+    """Raises UsageError listing everything that is wrong."""
+    parsed = parse(MERGE, argv)
+    missing = [f"--{name} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
+    if missing:
+        raise UsageError("\n".join(missing))
+    return build(MergeArguments, parsed.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRun(Run):
+    """A run on prompts and answers."""
+
+    data: SftArguments
+    lora: LoraArguments
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return (self.model, self.data, self.lora, self.parallel, self.training)
+
+
+def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> SftRun:
+    """The run that `argv` and the launcher's `environment` describe.
+
+    Args:
+        printing: the run is for --print_config.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
+    parsed = parse(SFT, argv)
+    resolve_world(parsed, environment, printing)
+    resolve_strategies(parsed)
+    source = find_model(parsed)
+    if source.shape is None:
+        raise UsageError("fine-tuning needs a model with weights: give --model_name_or_path")
+    _resolve_lengths(parsed, source)
+    _resolve_training(parsed)
+    fields = resolve(parsed, source, printing, lambda: _problems(parsed))
+    return SftRun(data=build(SftArguments, parsed.values), lora=build(LoraArguments, parsed.values), **fields)
+
+
+def _resolve_lengths(parsed: Parsed, source: ModelSource) -> None:
+    values = parsed.values
+    positions = source.shape.max_position_embeddings if source.shape else 0
+    if values["max_length"] is None:
+        length = min(values["src_length"] + values["tgt_length"], positions)
+        parsed.set("max_length", length, "derived: src_length + tgt_length, at most the position table")
+
+
+def _resolve_training(parsed: Parsed) -> None:
+    values = parsed.values
+    if parsed.sources["continue_training"] == "default":
+        parsed.set("continue_training", True, "derived: fine-tuning")
+    if values["lora_path"] and not values["lora"]:
+        parsed.set("lora", True, "derived: lora_path")
+    if values["lora_alpha"] is None:
+        parsed.set("lora_alpha", 2.0 * values["lora_rank"], "derived: 2 x lora_rank")
+    if parsed.sources["min_learning_rate"] == "default":
+        rate = values["lr_decay_ratio"] * values["learning_rate"]
+        parsed.set("min_learning_rate", rate, "derived: lr_decay_ratio x learning_rate")
+    metric = (values["metric_for_best_model"] or "").removeprefix("eval_")
+    if metric and values["greater_is_better"] is None:
+        parsed.set("greater_is_better", metric in MORE_IS_BETTER, f"derived: {metric}")
+
+
+def _problems(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
+    least = {"src_length": 1, "tgt_length": 2, "max_length": 2, "lora_rank": 1, "generate_num": -1}
+    for name, lowest in least.items():
+        if values[name] < lowest:
+            yield f"{typed(parsed, name)} {values[name]}: expected at least {lowest}"
+    if not values["continue_training"]:
+        yield "continue_training is off: fine-tuning starts from a model's weights; pretraining starts from random ones"
+    if not values["lora_alpha"] > 0:
+        yield f"lora_alpha {values['lora_alpha']:g}: expected more than 0"
+    if not 0 <= values["lora_dropout"] < 1:
+        yield f"lora_dropout {values['lora_dropout']:g}: expected 0 or more and below 1"
+    if not 0 <= values["lr_decay_ratio"] <= 1:
+        yield f"lr_decay_ratio {values['lr_decay_ratio']:g}: expected a share between 0 and 1"
+    unknown = [name for name in values["lora_target_modules"] if name not in ("c_attn", "c_proj", "c_fc")]
+    if unknown or not values["lora_target_modules"]:
+        yield f"lora_target_modules {' '.join(values['lora_target_modules'])}: expected some of c_attn, c_proj, c_fc"
+    if values["merge_weights"] and not values["lora"]:
+        parsed.note("--merge_weights has no effect: there are no adapters without --lora")
+    if values["paddle_compat"] and values["zero_padding"]:
+        yield "paddle_compat pads every example on the left, zero_padding packs without padding; use one"
+    yield from _metric_problems(parsed)
+
+
+def _metric_problems(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
+    metric = (values["metric_for_best_model"] or "").removeprefix("eval_")
+    known = (*LESS_IS_BETTER, *MORE_IS_BETTER)
+    if metric and metric not in known:
+        yield f"metric_for_best_model {metric!r}: expected {', '.join(known)}"
+    if metric in GENERATED and (not values["eval_with_do_generation"] or values["generate_num"] == 0):
+        yield f"metric_for_best_model {metric} compares generated texts; use --eval_with_do_generation 1"
+    if metric and values["greater_is_better"] != (metric in MORE_IS_BETTER) and metric in known:
+        yield f"greater_is_better {values['greater_is_better']}: of {metric} {_better(metric)} is better"
+
+
+def _better(metric: str) -> str:
+    return "more" if metric in MORE_IS_BETTER else "less"

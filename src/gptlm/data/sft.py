@@ -1,0 +1,204 @@
+"""From prompts and answers to samples: token ids, and which of them are learnt.
+
+A row is what one example becomes: its ids and, for each, whether it is a target. Masks come from lengths, never from
+ids: an end-of-text token is a target where an answer ends, whatever the padding id is.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from gptlm.data.examples import Example
+
+Encode = Callable[[list[str]], list[list[int]]]  # texts -> ids, without special tokens of its own
+
+
+@dataclass(frozen=True)
+class Row:
+    """One encoded example.
+
+    Attributes:
+        ids: (n,) int32.
+        learnt: (n,) bool; whether the id is a target.
+        prompt: ids before the last answer, all of them given: what generation continues.
+    """
+
+    ids: np.ndarray
+    learnt: np.ndarray
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Limits in tokens: of a prompt, of an answer with its end, of a row."""
+
+    source: int
+    target: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Rows from examples.
+
+    Attributes:
+        encode: texts -> ids.
+        end: the end-of-text id, which every whole answer ends with.
+        learn_prompts: prompts are targets, too.
+        end_text: text put behind prompt and answer instead of the id (PaddleNLP's " </s>"); None puts the id.
+    """
+
+    encode: Encode
+    end: int
+    lengths: Lengths
+    learn_prompts: bool = False
+    end_text: str | None = None
+
+    def rows(self, examples: Sequence[Example]) -> list[Row]:
+        """A row for each example, in order; one without any target has none left and is still there."""
+        end = self.end_text or ""
+        turns = [turn for example in examples for turn in example]
+        prompts = self.encode([turn.prompt + turn.cue + end for turn in turns])
+        answers = self.encode([turn.answer + end for turn in turns])
+        names = sorted({turn.cue for turn in turns})
+        cues = dict(zip(names, self.encode(names), strict=True))
+        encoded = zip((cues[turn.cue] for turn in turns), prompts, answers, strict=True)
+        return [self._row([next(encoded) for _ in example]) for example in examples]
+
+    def _row(self, turns: list[tuple[list[int], list[int], list[int]]]) -> Row:
+        """Of (cue, prompt with cue, answer) each; turns that do not fit whole are left out, but for the first."""
+        ids: list[int] = []
+        learnt: list[bool] = []
+        prompt_end = 0
+        for cue, prompt, answer in turns:
+            source, target = self._cut(cue, prompt or [self.end], answer)
+            if not target or (ids and len(source) + len(target) > self.lengths.total - len(ids)):
+                break
+            prompt_end = len(ids) + len(source)
+            ids += source + target
+            learnt += [self.learn_prompts] * len(source) + [True] * len(target)
+        if learnt:
+            learnt[0] = False  # nothing foretells the first token
+        return Row(np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool), prompt_end)
+
+    def _cut(self, cue: list[int], prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
+        """The prompt gives way to the answer; an answer that is cut does not end."""
+        whole = answer if self.end_text is not None else [*answer, self.end]
+        limit = min(self.lengths.target, self.lengths.total - 1)
+        target = whole if len(whole) <= limit else answer[:limit]
+        budget = min(self.lengths.source, max(self.lengths.total - len(target), 1))
+        if len(prompt) <= budget:
+            return prompt, target
+        kept = cue[-budget:] if cue else []
+        return prompt[: budget - len(kept)] + kept, target
+
+
+def with_targets(rows: Iterable[Row]) -> list[Row]:
+    """Those from which something can be learnt."""
+    return [row for row in rows if row.learnt.any()]
+
+
+class Shuffled(Dataset):
+    """Epoch after epoch of `items`, each in an order of its own.
+
+    Args:
+        length: samples of the whole run.
+    """
+
+    def __init__(self, items: Sequence[Any], *, length: int, seed: int):
+        self.items, self.length, self.seed = items, length, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, place = divmod(index, len(self.items))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+        return self.items[self._order[place]]
+
+
+def filled_up(items: list[list[Row]], multiple: int) -> list[list[Row]]:
+    """`items` and as many without targets that every batch of every process is whole: sums do not change."""
+    empty = Row(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=bool), 1)
+    return items + [[empty]] * (-len(items) % multiple)
+
+
+def packed(rows: Sequence[Row], length: int) -> list[list[Row]]:
+    """Consecutive rows together, as many as have room in `length` tokens."""
+    packs: list[list[Row]] = []
+    used = length
+    for row in rows:
+        size = len(row.ids) - 1  # the last id is only a target
+        if used + size > length:
+            packs.append([])
+            used = 0
+        packs[-1].append(row)
+        used += size
+    return packs
+
+
+@dataclass(frozen=True)
+class RowCollator:
+    """Samples (one row each) -> `input_ids`, `attention_mask`, and targets under `labels` and `shift_labels`, (B, T).
+
+    Padding stands on the right and is -100 among the targets. `pad_left` is PaddleNLP's way: it stands on the left,
+    and without a mask it is attended to.
+    """
+
+    pad: int
+    pad_left: bool = False
+
+    def __call__(self, samples: Sequence[list[Row]]) -> dict[str, Any]:
+        pairs = [_shifted(row) for sample in samples for row in sample]
+        width = max(len(inputs) for inputs, _ in pairs)
+        input_ids = np.full((len(pairs), width), self.pad, dtype=np.int64)
+        labels = np.full((len(pairs), width), -100, dtype=np.int64)
+        mask = np.zeros((len(pairs), width), dtype=np.int64)
+        for number, (inputs, targets) in enumerate(pairs):
+            place = slice(width - len(inputs), width) if self.pad_left else slice(0, len(inputs))
+            input_ids[number, place], labels[number, place], mask[number, place] = inputs, targets, 1
+        batch = _batch(input_ids, labels)
+        return batch if self.pad_left else batch | {"attention_mask": torch.from_numpy(mask)}
+
+
+@dataclass(frozen=True)
+class PackCollator:
+    """Samples (several rows each) -> a batch in which every row attends to itself only and counts its own positions.
+
+    Adds `position_ids` (B, T), `cu_seqlens` (n + 1,), where rows begin in the batch laid end to end, and `max_seqlen`.
+    """
+
+    pad: int
+
+    def __call__(self, samples: Sequence[list[Row]]) -> dict[str, Any]:
+        pairs = [[_shifted(row) for row in sample] for sample in samples]
+        width = max(sum(len(inputs) for inputs, _ in sample) for sample in pairs)
+        input_ids, labels, positions, sizes = [], [], [], []
+        for sample in pairs:
+            rest = width - sum(len(inputs) for inputs, _ in sample)
+            if rest:
+                sample = [*sample, (np.full(rest, self.pad), np.full(rest, -100))]
+            input_ids.append(np.concatenate([inputs for inputs, _ in sample]).astype(np.int64))
+            labels.append(np.concatenate([targets for _, targets in sample]).astype(np.int64))
+            positions.append(np.concatenate([np.arange(len(inputs)) for inputs, _ in sample]))
+            sizes += [len(inputs) for inputs, _ in sample]
+        batch = _batch(np.stack(input_ids), np.stack(labels))
+        batch["position_ids"] = torch.from_numpy(np.stack(positions))
+        return batch | {"cu_seqlens": torch.from_numpy(np.cumsum([0, *sizes])), "max_seqlen": max(sizes)}
+
+
+def _shifted(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and the target of each, n - 1 of both: the one place where targets are shifted."""
+    return row.ids[:-1], np.where(row.learnt[1:], row.ids[1:], -100)
+
+
+def _batch(input_ids: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    targets = torch.from_numpy(labels)
+    return {"input_ids": torch.from_numpy(input_ids), "labels": targets, "shift_labels": targets}

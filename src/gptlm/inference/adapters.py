@@ -1,0 +1,66 @@
+"""LoRA adapters on a model: PEFT's folders, trained here or on stock GPT-2."""
+
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.errors import GptlmError
+from gptlm.model.build import load_model
+from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
+from gptlm.model.lora import CONFIG, WEIGHTS, merged, settings_of
+from gptlm.model.presets import has_weights
+from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+PREFIX = "base_model.model."  # PEFT's, before the model's own names
+EMBEDDINGS = ("wte.weight", "lm_head.weight")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds adapters instead of a model."""
+    return (folder / CONFIG).is_file() and not has_weights(folder)
+
+
+def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
+    """The model in the folder `source` with `adapters` added to its float32 weights, and the tokenizer.
+
+    Raises:
+        GptlmError: if something is missing, or the two do not fit.
+    """
+    settings_of(adapters)
+    shapes = _shapes(adapters)
+    whole = [name for name in shapes if name.endswith(TRANSPOSED)]
+    if whole:  # stored (in, out) by stock GPT-2, and the square ones would fit the wrong way round
+        raise GptlmError(
+            f"the adapters in {adapters} replace whole matrices ({whole[0]}); only low-rank adapters are added here, "
+            "merge these with PEFT"
+        )
+    own = any((adapters / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(str(adapters) if own else source)
+    model = load_model(source)
+    _check_layers(model, shapes, adapters)
+    if any("wte.lora_" in name for name in shapes):  # adapters of the embedding leave the head as it is
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+    rows = [shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS)]
+    return merged(model, adapters, max(rows, default=len(tokenizer))), tokenizer
+
+
+def _shapes(adapters: Path) -> dict[str, list[int]]:
+    """Name in the model -> shape of every tensor in the adapters' file."""
+    try:
+        with safe_open(adapters / WEIGHTS, "pt") as file:
+            return {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}
+    except Exception as error:  # FileNotFoundError and safetensors' own kinds
+        raise GptlmError(f"the adapters in {adapters} cannot be read: {error}") from error
+
+
+def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:
+    """PEFT passes over adapters of modules that the model lacks."""
+    known = dict(model.named_modules())
+    targets = {name: name.partition(".lora_")[0] for name in shapes if ".lora_" in name}
+    missing = [name for name, module in targets.items() if module not in known]
+    if missing or not targets:
+        what = f"the model has no place for {missing[0]}" if missing else f"{WEIGHTS} holds none"
+        raise GptlmError(f"the adapters in {adapters} are of another model: {what}")

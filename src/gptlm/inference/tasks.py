@@ -1,0 +1,188 @@
+"""The tasks of an evaluation: what is scored, and what the scores mean.
+
+A task has `rows` to score, `tally` turns the score of one row into numbers that are summed over all rows (and all
+processes), `report` turns the sums into results, `lines` says them.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.errors import GptlmError
+from gptlm.inference.detokenizers import detokenize
+from gptlm.inference.scoring import Row, Score, Tokens, Windows
+
+HIGHEST = 20.0  # Megatron's limit of exponents: exp(20) is 4.9e8
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ClozeRow(Row):
+    """A text of LAMBADA; `strict`: its targets are the last word, `last`: its last target is the text's last token."""
+
+    strict: bool
+    last: bool
+
+
+class Cloze:
+    """LAMBADA: whether the last word, and the last token, is what the model holds likeliest.
+
+    Attributes:
+        cut: texts that were longer than the window and kept their end.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int):
+        def encode(batch: list[str]) -> list[list[int]]:
+            return tokenizer(batch, add_special_tokens=False)["input_ids"]
+
+        self.examples = len(texts)
+        rows = _cloze_rows(texts, encode)
+        longest = max(row.scored for row in rows)
+        if longest > length:
+            raise GptlmError(f"a last word has {longest} tokens, --max_seq_length {length} cannot hold it; give more")
+        self.cut = sum(len(row.ids) > length + 1 for row in rows if row.strict)
+        rows = [ClozeRow(row.ids[-(length + 1) :], row.scored, row.strict, row.last) for row in rows]
+        self.rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)  # batches of like lengths
+
+    def tally(self, number: int, score: Score) -> tuple[float, float, float, float]:
+        """Right words, right last tokens, and of last words -log p and number of tokens."""
+        row = self.rows[number]
+        word = (all(score.hits), score.loss, row.scored) if row.strict else (0, 0, 0)
+        return word[0], row.last and score.hits[-1], word[1], word[2]
+
+    def report(self, sums: Sequence[float]) -> Report:
+        strict, last = int(sums[0]), int(sums[1])
+        return {
+            "num_examples": self.examples,
+            "num_correct_strict": strict,
+            "accuracy_strict": strict / self.examples,
+            "num_correct_last_token": last,
+            "accuracy_last_token": last / self.examples,
+        }
+
+    def loss(self, sums: Sequence[float]) -> float:
+        """Mean -log p of a token of the last words."""
+        return sums[2] / sums[3]
+
+    def lines(self, report: Report, sums: Sequence[float]) -> list[str]:
+        perplexity = math.exp(min(HIGHEST, sums[2] / self.examples))
+        return [
+            _cloze_line(report, "strict", "every token of the whole last word is the likeliest"),
+            _cloze_line(report, "last_token", "the last token of the text as it is tokenized is the likeliest"),
+            f"perplexity of the last word: {perplexity:.4f} (exp of the mean -log p of whole last words)",
+        ]
+
+
+class Reading:
+    """Perplexity of tokens, scored in windows.
+
+    Args:
+        tokens: (n,) ids, n at least 2.
+        length, step: of a window and between windows, in tokens.
+        words: original tokens of the text, None where there are none.
+        limit: windows to score, None for all.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, step: int, *, words: int | None, limit: int | None = None):
+        windows = Windows(tokens, length, step)
+        self.rows: Sequence[Row] = windows if limit is None or limit >= len(windows) else windows[:limit]
+        self.tokens, self.step, self.words = len(tokens), step, words
+
+    def tally(self, number: int, score: Score) -> tuple[float, float]:
+        """-log p and number of targets."""
+        return score.loss, len(score.hits)
+
+    def report(self, sums: Sequence[float]) -> Report:
+        """Megatron's numbers: `tasks/zeroshot_gpt/evaluate.py`."""
+        loss = self.loss(sums)
+        ratio = (self.tokens - 1) / (self.words - 1) if self.words is not None and self.words > 1 else None
+        return {
+            "num_examples": len(self.rows),
+            "num_original_tokens": self.words,
+            "num_tokens": self.tokens,
+            "num_scored": int(sums[1]),
+            "loss": loss,
+            "ppl": math.exp(min(HIGHEST, loss)),
+            "token_ratio": ratio,
+            "adjusted_ppl": None if ratio is None else math.exp(min(HIGHEST, loss * ratio)),
+            "overlapping_eval": self.step,
+        }
+
+    def loss(self, sums: Sequence[float]) -> float:
+        """Mean -log p of a token."""
+        return sums[0] / sums[1]
+
+    def lines(self, report: Report, sums: Sequence[float]) -> list[str]:
+        lines = [f"avg loss: {report['loss']:.4f} | ppl: {report['ppl']:.4f}, per token"]
+        if report["adjusted_ppl"] is not None:
+            lines[0] += f" | adjusted ppl: {report['adjusted_ppl']:.4f}, per original token"
+            lines[0] += f" | token ratio: {report['token_ratio']:.6f}"
+        original = "" if self.words is None else f" from {self.words} original tokens (split on blanks)"
+        lines.append(
+            f"{report['num_scored']} of {self.tokens - 1} targets scored once each, stride {self.step}; "
+            f"{self.tokens} tokens{original}"
+        )
+        return lines
+
+
+def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[str]:
+    """The first `limit` texts of a LAMBADA file.
+
+    Raises:
+        GptlmError: naming the line that is no object with a `text` of two words.
+    """
+    lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
+    return [detokenize(_cloze_text(line, f"{path}, line {n}"), detokenizer) for n, line in lines[:limit]]
+
+
+def read_text(path: str) -> str:
+    """A text file as it is, line ends included.
+
+    Raises:
+        GptlmError: if it is missing, empty or not UTF-8.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise GptlmError(f"cannot read --eval_path {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
+    if not text.strip():
+        raise GptlmError(f"{path} is empty; there is nothing to evaluate")
+    return text
+
+
+def _cloze_text(line: str, place: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GptlmError(f'{place}: expected an object with a text, like {{"text": "..."}}') from error
+    if not isinstance(text, str) or len(text.split()) < 2:
+        raise GptlmError(f"{place}: LAMBADA needs a text of two words or more, found {str(text)[:40]!r}")
+    return text
+
+
+def _cloze_rows(texts: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> list[ClozeRow]:
+    """One row for both measures where the text's own tokens are the context's and the word's; else one each."""
+    words = [text.split()[-1] for text in texts]
+    contexts = [text[: text.rfind(word)].strip() for text, word in zip(texts, words, strict=True)]
+    labels = encode([f" {word}" for word in words])
+    rows = []
+    for whole, context, label in zip(encode(list(texts)), encode(contexts), labels, strict=True):
+        same = whole == context + label
+        rows.append(ClozeRow(context + label, len(label), strict=True, last=same))
+        if not same:
+            rows.append(ClozeRow(whole, 1, strict=False, last=True))
+    return rows
+
+
+def _cloze_line(report: Report, measure: str, meaning: str) -> str:
+    return (
+        f"number correct: {report[f'num_correct_{measure}']} | total examples: {report['num_examples']} | "
+        f"avg accuracy: {report[f'accuracy_{measure}']:.4f} | {measure}: {meaning}"
+    )

@@ -1,0 +1,155 @@
+"""Low-rank adapters (PEFT's LoRA) on our network, in files that plain PEFT loads onto stock GPT-2 and writes for us.
+
+Stock GPT-2 keeps its matrices as Conv1D (in, out), ours are `nn.Linear` (out, in); the adapters' own matrices have one
+shape for both, and only PEFT's switch `fan_in_fan_out` differs. Files say true, which stock GPT-2 needs.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from gptlm.errors import GptlmError
+from gptlm.model.gpt import GPTLMHeadModel
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "default"  # PEFT's name of the one adapter of a model
+
+
+def add_adapters(
+    model: GPTLMHeadModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str],
+    base: str,
+    new_tokens: Sequence[int] = (),
+) -> PeftModel:
+    """`model` with new adapters, the only trainable parameters; the output does not change yet (B is zero).
+
+    Args:
+        alpha: adapters are scaled by alpha / rank.
+        targets: names of matrices, such as "c_attn".
+        base: where the model's own weights lie, noted in the files.
+        new_tokens: rows of the embedding that are trained and saved, too.
+    """
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        trainable_token_indices={"wte": list(new_tokens)} if new_tokens else None,
+    )
+    with warnings.catch_warnings():  # transformers' own, of a name that changes in its version 6
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
+    adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT takes where the weights were read from
+    return adapted
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The adapter configuration in `folder`.
+
+    Raises:
+        GptlmError: if there is none, or it is not LoRA's.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GptlmError(f"{folder} holds no adapters: {CONFIG} is missing or damaged ({error})") from error
+    if config.get("peft_type") != "LORA":
+        raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
+    return config
+
+
+class StoredAdapters:
+    """The adapters in a folder, read one at a time by the names of a model's parameters.
+
+    Raises:
+        GptlmError: if the file is missing, damaged, or lacks a parameter.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.file = safe_open(folder / WEIGHTS, "pt")
+        except Exception as error:  # FileNotFoundError and safetensors' own kinds
+            raise GptlmError(f"the adapters in {folder} cannot be read: {error}") from error
+        self.names = set(self.file.keys())
+
+    def get(self, name: str) -> Tensor:
+        key = file_name(name)
+        if key not in self.names:
+            raise GptlmError(f"the adapters in {self.folder} lack {key}: they have other targets or tokens")
+        return self.file.get_tensor(key)
+
+
+def file_name(parameter: str) -> str:
+    """PEFT's name in the file of a parameter of the model: without the adapter's name."""
+    return parameter.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, folder: Path) -> None:
+    """Put the adapters in `folder` into the trainable parameters of `model`.
+
+    Raises:
+        GptlmError: if one is missing or of another shape.
+    """
+    stored = StoredAdapters(folder)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = stored.get(name)
+        if value.shape != parameter.shape:
+            raise GptlmError(
+                f"the adapters in {folder} are of another rank or model: {file_name(name)} is {tuple(value.shape)}, "
+                f"expected {tuple(parameter.shape)}"
+            )
+        parameter.copy_(value)
+
+
+def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> GPTLMHeadModel:
+    """`model` with the adapters in `folder` added to its weights.
+
+    Args:
+        entries: of the tokenizer that belongs to the adapters; the embedding grows to them.
+
+    Raises:
+        GptlmError: if the adapters cannot be read, or are of another model.
+    """
+    settings_of(folder)
+    if entries is not None and entries > model.config.vocab_size:
+        model.resize_token_embeddings(entries, mean_resizing=False)
+    try:
+        with warnings.catch_warnings():  # that our matrices are no Conv1D
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except Exception as error:  # PEFT raises many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise GptlmError(f"the adapters in {folder} do not fit the model: {reason}") from error
+    return adapted.merge_and_unload()  # type: ignore[operator]
+
+
+def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write the adapters of `model` into `folder`; `weights` are its trainable parameters, whole, by name."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
+    config: Any = model.peft_config[ADAPTER]
+    trained, config.inference_mode = config.inference_mode, True
+    config.fan_in_fan_out = True
+    config.save_pretrained(str(folder))
+    config.inference_mode, config.fan_in_fan_out = trained, False
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)

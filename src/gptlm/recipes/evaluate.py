@@ -1,0 +1,190 @@
+"""What a trained model is worth: text or token files -> model -> accuracies and perplexities."""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.config.evaluation import EvaluateArguments
+from gptlm.data.splits import Corpus, open_corpora
+from gptlm.errors import GptlmError
+from gptlm.inference.detokenizers import detokenize
+from gptlm.inference.loading import load_for_inference
+from gptlm.inference.scoring import score
+from gptlm.inference.tasks import Cloze, Reading, Report, read_cloze, read_text
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.hub import hub_folder
+from gptlm.model.presets import PRESETS, has_weights, shape_of_config
+from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
+from gptlm.training.logging import start_logging
+
+logger = logging.getLogger(__name__)
+
+MANY = 200  # examples from which an accuracy near 0 tells something
+SPARE_ROWS = 1024  # more rows than tokens than this are no padding of a vocabulary
+
+
+def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Report:
+    """Run it; says the result, or prints it as JSON, and returns it.
+
+    Raises:
+        GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), process_group_closed():
+        start_logging(speaks=rank == 0)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        for note in notes:
+            logger.info("%s", note)
+        report = _evaluate(arguments, rank, world)
+    if arguments.json and rank == 0:
+        sys.stdout.write(json.dumps(report) + "\n")
+    return report
+
+
+def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
+    machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
+    use_device(machine)
+    source = _source(arguments.model_name_or_path or "")
+    tokenizer = _tokenizer(source)
+    task = _task(arguments, tokenizer, shape_of_config(Path(source) / "config.json").vocab_size)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")  # a few sums, on the CPU
+    model, _ = load_for_inference(source, _device(machine.device), dtype=machine.dtype)
+    sums = _sums(model, task, arguments, (rank, world))
+    report = {
+        "task": arguments.task,
+        "model": arguments.model_name_or_path,
+        **task.report(sums),
+        "batch_size": arguments.batch_size,
+        "max_seq_length": arguments.max_seq_length,
+    }
+    if isinstance(task, Reading):
+        report["detokenizer"] = None if arguments.task == "DATA" else arguments.detokenizer
+    _say(task, report, sums, model.config.vocab_size)
+    return report
+
+
+def _device(kind: str) -> torch.device:
+    """This process's device; cards are dealt out to the processes of a machine."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _source(name: str) -> str:
+    """The folder of the model."""
+    hub_id = None if Path(name).is_dir() else PRESETS[name].hub_id
+    folder = name if hub_id is None else hub_folder(hub_id, weights=True)
+    if not has_weights(Path(folder)):
+        raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
+    return folder
+
+
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, judged before the weights are read."""
+    tokenizer = load_tokenizer(source)
+    rows = shape_of_config(Path(source) / "config.json").vocab_size
+    if len(tokenizer) > rows:
+        raise GptlmError(
+            f"the tokenizer in {source} has {len(tokenizer)} entries, the model's vocabulary {rows}: they are not of "
+            "one model; put the model's own tokenizer there"
+        )
+    if rows - len(tokenizer) > SPARE_ROWS:
+        logger.warning(
+            "the tokenizer in %s has %d entries, the model's vocabulary %d: is it the model's own?",
+            source,
+            len(tokenizer),
+            rows,
+        )
+    return tokenizer
+
+
+def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> Cloze | Reading:
+    length, step = arguments.max_seq_length or 0, arguments.overlapping_eval or 0
+    if arguments.task == "LAMBADA":
+        cloze = Cloze(
+            read_cloze(arguments.eval_path or "", arguments.max_examples, arguments.detokenizer), tokenizer, length
+        )
+        if cloze.cut:
+            logger.info("%d texts are longer than --max_seq_length %d: they keep their end", cloze.cut, length)
+        return cloze
+    if arguments.task == "DATA":
+        tokens, words, what = _split_tokens(arguments, tokenizer, rows), None, "the split"
+    else:
+        what = arguments.eval_path or ""
+        text = read_text(what)
+        words = len(text.strip().split(" "))
+        ids = tokenizer(detokenize(text, arguments.detokenizer), add_special_tokens=False)["input_ids"]
+        tokens = np.array(ids, dtype=np.int64)
+        if words == 1:
+            logger.warning("%s has no blanks: without words there is no token ratio and no adjusted ppl", what)
+    if len(tokens) < 2:
+        raise GptlmError(f"{what} has {len(tokens)} token, scoring takes at least 2; give more text")
+    return Reading(tokens, length, step, words=words, limit=arguments.max_examples)
+
+
+def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
+    """The ids of the split's documents end to end, as they lie in the file."""
+    corpora = open_corpora(arguments.input_dir or "", arguments.split)
+    if len(corpora) != 1:
+        raise GptlmError(f"--input_dir {arguments.input_dir} names {len(corpora)} corpora; give the prefix of one")
+    corpus: Corpus = corpora[0]
+    name, (first, last) = arguments.split_name, corpus.sequences(arguments.split_name)
+    if first == last:
+        raise GptlmError(f"the {name} split of {corpus.tokens.prefix} is empty; change --split {arguments.split}")
+    start = int(corpus.tokens.starts[first])
+    tokens = corpus.tokens.tokens[start : start + corpus.token_count(name)]
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
+        raise GptlmError(
+            f"{corpus.tokens.prefix}: ids go from {tokens.min()} to {tokens.max()}, the model's vocabulary has {rows} "
+            "entries; encode the text with the model's tokenizer"
+        )
+    made_with = corpus.metadata.get("tokenizer_fingerprint")
+    if made_with and made_with != fingerprint(tokenizer):
+        logger.warning("%s was encoded with another tokenizer than the model's", corpus.tokens.prefix)
+    return tokens
+
+
+def _sums(
+    model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments, share: tuple[int, int]
+) -> Sequence[float]:
+    """What `tally` gives, summed over all rows and processes."""
+    batches = math.ceil(len(task.rows) / arguments.batch_size)
+    tallies = torch.zeros(4 if isinstance(task, Cloze) else 2, dtype=torch.float64)
+    for done, scores in enumerate(score(model, task.rows, arguments.batch_size, share), start=1):
+        for number, one in scores:
+            tallies += torch.tensor(task.tally(number, one), dtype=torch.float64)
+        if done % arguments.logging_freq == 0:
+            logger.info("batch %d of %d", min(done * share[1], batches), batches)
+    if share[1] > 1:
+        dist.all_reduce(tallies)
+    return tallies.tolist()
+
+
+def _say(task: Cloze | Reading, report: dict[str, Any], sums: Sequence[float], vocab_size: int) -> None:
+    for line in task.lines(report, sums):
+        logger.info("validation results on %s | %s", report["task"], line)
+    perplexity = math.exp(min(20.0, task.loss(sums)))
+    blind = report.get("accuracy_last_token", 1.0) < 0.005 and report["num_examples"] >= MANY
+    if blind or perplexity > vocab_size / 2:
+        logger.warning(
+            "this looks like a wrong vocabulary, or like weights that were never trained: a token's perplexity is "
+            "%.0f, guessing among the %d entries of the vocabulary gives %d; is the tokenizer the model's own?",
+            perplexity,
+            vocab_size,
+            vocab_size,
+        )

@@ -1,0 +1,61 @@
+"""Adapters into a model: base weights + adapters -> one plain GPT-2 folder."""
+
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+
+from gptlm.config.sft import MergeArguments
+from gptlm.errors import GptlmError
+from gptlm.model.build import load_model
+from gptlm.model.hub import hub_folder
+from gptlm.model.lora import merged, settings_of
+from gptlm.model.presets import PRESETS
+from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
+from gptlm.recipes.start import check_output
+from gptlm.training.checkpoint import writing
+from gptlm.training.logging import start_logging
+
+logger = logging.getLogger(__name__)
+
+
+def merge_lora(arguments: MergeArguments) -> None:
+    """The command.
+
+    Raises:
+        GptlmError: as `merge` does.
+    """
+    start_logging(speaks=True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
+    base = arguments.model_name_or_path or settings_of(adapters).get("base_model_name_or_path") or ""
+    check_output("output_path", output)
+    merge(_folder(base), adapters, output, getattr(torch, arguments.dtype))
+
+
+def _folder(base: str) -> str:
+    if Path(base).is_dir():
+        return base
+    preset = PRESETS.get(base)
+    if preset is None or preset.hub_id is None:
+        raise GptlmError(f"the model {base!r} is neither a folder nor a name with weights; give --model_name_or_path")
+    return hub_folder(preset.hub_id, weights=True)
+
+
+def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model in the folder `base` with `adapters` added to its weights into `output`.
+
+    Raises:
+        GptlmError: if one of them cannot be read, they do not fit, or `output` cannot be written.
+    """
+    own = any((adapters / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(str(adapters) if own else base)
+    model = merged(load_model(base), adapters, len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with writing(output, "the merged model"):
+        output.mkdir(parents=True, exist_ok=True)
+        model.to(dtype=dtype).save_pretrained(output)  # type: ignore[call-arg]
+        tokenizer.save_pretrained(output)
+    logger.info("adapters of %s merged into %s: %s", adapters, base, output)

@@ -1,0 +1,142 @@
+"""A page on this machine to try a model: prompt and controls on one side, the text as it is made on the other."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.config.generation import PredictArguments
+from gptlm.errors import GptlmError
+from gptlm.inference.generation import Sampling, encode_prompts
+from gptlm.inference.streaming import Stream
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.recipes.predict import load, speak
+
+logger = logging.getLogger(__name__)
+
+
+def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
+    """Show the page until Ctrl-C.
+
+    Raises:
+        GptlmError: if gradio is not installed, the port is taken, or the model cannot be loaded.
+    """
+    speak(notes)
+    gradio = _gradio()
+    _check_free(arguments.host, arguments.port)
+    model, tokenizer = load(arguments)
+    page = _page(gradio, _Writer(gradio, model, tokenizer, arguments), arguments)
+    page.queue(default_concurrency_limit=1, api_open=False)
+    _, url, _ = page.launch(
+        server_name=arguments.host,
+        server_port=arguments.port,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        footer_links=[],
+    )
+    logger.info("the page is open at %s (Ctrl-C ends it)", url)
+    page.block_thread()
+
+
+class _Writer:
+    """What the button calls."""
+
+    def __init__(
+        self,
+        gradio: ModuleType,
+        model: GPTLMHeadModel,
+        tokenizer: PreTrainedTokenizerBase,
+        arguments: PredictArguments,
+    ):
+        self.gradio, self.model, self.tokenizer, self.arguments = gradio, model, tokenizer, arguments
+
+    def write(
+        self,
+        prompt: str,
+        new_tokens: float,
+        do_sample: bool,
+        top_k: float,
+        top_p: float,
+        temperature: float,
+        penalty: float,
+        seed: float | None,
+        stop_at_eol: bool,
+    ) -> Iterator[str]:
+        """The text so far, again and again."""
+        sampling = Sampling(do_sample, int(top_k), float(top_p), float(temperature), float(penalty))
+        torch.manual_seed(int(seed or 0))
+        text = ""
+        try:
+            (row,) = encode_prompts(self.tokenizer, [prompt], self.arguments.src_length)
+            settings: dict[str, Any] = {"max_new_tokens": int(new_tokens), "stop_at_eol": stop_at_eol}
+            for piece in Stream(self.model, self.tokenizer, row, sampling=sampling, **settings):
+                text += piece
+                yield text
+        except GptlmError as error:
+            raise self.gradio.Error(str(error)) from error
+        yield text
+
+
+def _page(gradio: ModuleType, writer: _Writer, arguments: PredictArguments) -> Any:
+    positions = writer.model.config.n_positions
+    with gradio.Blocks(title=f"gptlm: {arguments.model_name_or_path}", analytics_enabled=False) as page:
+        gradio.Markdown(f"### {arguments.model_name_or_path}")
+        with gradio.Row():
+            with gradio.Column():
+                prompt = gradio.Textbox(label="Prompt", lines=6, elem_id="prompt")
+                with gradio.Row():
+                    start = gradio.Button("Continue", variant="primary")
+                    stop = gradio.Button("Stop")
+                controls = _controls(gradio, arguments, positions)
+            text = gradio.Textbox(
+                label="Continuation", lines=24, interactive=False, buttons=["copy"], elem_id="continuation"
+            )
+        run = gradio.on([start.click, prompt.submit], writer.write, [prompt, *controls], text, api_name="continue")
+        stop.click(None, cancels=[run])
+    return page
+
+
+def _controls(gradio: ModuleType, arguments: PredictArguments, positions: int) -> list[Any]:
+    """In the order in which `_Writer` takes them; the flags are their first values."""
+    slider = gradio.Slider
+    longest = positions - 1
+    return [
+        slider(1, longest, min(arguments.tgt_length, longest), step=1, label="New tokens, at most"),
+        gradio.Checkbox(arguments.do_sample, label="Sample (else the likeliest token)"),
+        slider(0, max(200, arguments.top_k), arguments.top_k, step=1, label="top_k (0: off)"),
+        slider(0.01, 1, arguments.top_p, step=0.01, label="top_p (1: off)"),
+        slider(0.05, max(3, arguments.temperature), arguments.temperature, step=0.05, label="temperature"),
+        slider(
+            0.5,
+            max(3, arguments.repetition_penalty),
+            arguments.repetition_penalty,
+            step=0.05,
+            label="repetition_penalty (1: off)",
+        ),
+        gradio.Number(arguments.seed, label="seed", precision=0, minimum=0, maximum=2**32 - 1),
+        gradio.Checkbox(bool(arguments.stop_at_eol), label="Stop at a line break"),
+    ]
+
+
+def _gradio() -> ModuleType:
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError as error:
+        raise GptlmError(f"--serve needs gradio ({error}); install it with pip install 'gptlm[serve]'") from error
+    return gradio
+
+
+def _check_free(host: str, port: int) -> None:
+    """Find out before the weights are loaded."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = str(error).split(" (while")[0]
+        raise GptlmError(f"the page cannot listen on {host}:{port} ({reason}); give another --port") from error

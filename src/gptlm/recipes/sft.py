@@ -1,0 +1,191 @@
+"""Fine-tuning, from a checked run to a saved model: tokenizer -> examples -> model -> trainer -> train -> metrics."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from gptlm.config.run import with_epochs_counted
+from gptlm.config.sft import SftRun
+from gptlm.data.sft import Shuffled
+from gptlm.errors import GptlmError
+from gptlm.model.lora import add_adapters, load_adapters, settings_of
+from gptlm.model.tokenizer import load_tokenizer
+from gptlm.parallel.engine import start_deepspeed
+from gptlm.recipes.hf_arguments import hf_arguments
+from gptlm.recipes.machine import Machine, process_group_closed
+from gptlm.recipes.merge_lora import merge
+from gptlm.recipes.model import make_model, tokenizer_folder, weights_folder
+from gptlm.recipes.sft_data import SftData, collator, continuation, evaluation_samples, load_data, order_facts
+from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.start import check_shape, output_locked
+from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
+from gptlm.training import checkpoint
+from gptlm.training.schedule import Schedule
+from gptlm.training.sft import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def sft(run: SftRun) -> dict[str, float]:
+    """Run it; returns the metrics that are also in `output_dir/all_results.json`.
+
+    Raises:
+        GptlmError: for anything the user can mend, before the model is built wherever that is possible.
+    """
+    start, machine = begin(run, _check_start)
+    tokenizer, new_tokens = _tokenizer(run)
+    run = _with_room_for(run, tokenizer)
+    data = load_data(run, tokenizer)
+    total = run.batch.total
+    run = with_epochs_counted(run, -(-len(data.train) // total) or 1)
+    with output_locked(run), process_group_closed():
+        metrics = _run(run, machine, tokenizer, new_tokens, data, start)
+    if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
+        unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
+        output = Path(run.training.output_dir or "")
+        merge(weights_folder(run), output, output / "merged")
+    return metrics
+
+
+def _run(
+    run: SftRun,
+    machine: Machine,
+    tokenizer: PreTrainedTokenizerBase,
+    new_tokens: list[int],
+    data: SftData,
+    start: checkpoint.Checkpoint | None,
+) -> dict[str, float]:
+    """Everything that needs the process group."""
+    training = run.training
+    deepspeed = deepspeed_config(run, machine)
+    if deepspeed is not None:
+        start_deepspeed(on_cpu=machine.device == "cpu")
+    arguments = hf_arguments(run, machine, deepspeed)
+    say_run(run, len(data.train), data.tokens_per_sample)
+    set_seed(training.seed)
+    model: Any = make_model(run, tokenizer, deepspeed)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if run.lora.lora:
+        model = _with_adapters(run, model, new_tokens, machine)
+    if deepspeed is None:
+        model = model.to(dtype=machine.dtype)
+    facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
+    trainer = SftTrainer(
+        model=model,
+        train_dataset=Shuffled(data.train, length=run.batch.total * training.max_steps, seed=training.seed),
+        eval_dataset=evaluation_samples(run, data),
+        data_collator=collator(run, tokenizer),
+        processing_class=tokenizer,
+        schedule=_schedule(run),
+        seq_length=data.tokens_per_sample,
+        continuation=continuation(run, data, tokenizer),
+        **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
+    )
+    metrics = train(run, trainer, start) if training.do_train else {}
+    if training.do_eval and "eval_loss" not in metrics:
+        metrics |= evaluate(trainer, "eval")
+    finish(run, trainer, metrics)
+    return metrics
+
+
+def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """The tokenizer, and the ids of tokens that were added to it.
+
+    Raises:
+        GptlmError: if there is none, or it has no end-of-text token.
+    """
+    name = run.model.tokenizer_name_or_path or run.model.model_name_or_path or ""
+    tokenizer = load_tokenizer(tokenizer_folder(name))
+    if tokenizer.eos_token_id is None:
+        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which an answer ends; add one to it")
+    before = len(tokenizer)
+    if run.data.additional_special_tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": run.data.additional_special_tokens})
+        logger.info("%d tokens are new in the vocabulary", len(tokenizer) - before)
+    return tokenizer, list(range(before, len(tokenizer)))
+
+
+def _with_room_for(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftRun:
+    """The run with an embedding for every entry of the tokenizer."""
+    entries = max(run.shape.vocab_size, len(tokenizer))
+    return replace(run, shape=replace(run.shape, vocab_size=entries))
+
+
+def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Machine) -> Any:
+    lora = run.lora
+    set_seed(run.training.seed)  # the same adapters, however the model was filled
+    adapted = add_adapters(
+        model,
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha or 0.0,
+        dropout=lora.lora_dropout,
+        targets=lora.lora_target_modules,
+        base=_base_name(run),
+        new_tokens=new_tokens,
+    )
+    if lora.lora_path:
+        load_adapters(adapted, Path(lora.lora_path))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # PEFT makes them float32
+            parameter.data = parameter.data.to(machine.dtype)
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in adapted.parameters())
+    logger.info(
+        "adapters: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+    )
+    return adapted
+
+
+def _base_name(run: SftRun) -> str:
+    """What plain PEFT finds the model's own weights by: a name of the hub, or a folder."""
+    weights = run.source.weights or ""
+    return weights if run.source.kind == "preset" else str(Path(weights).absolute())
+
+
+def _schedule(run: SftRun) -> Schedule:
+    """PaddleNLP's fine-tuning decays linearly to lr_decay_ratio; its first update is step 0 of the warm-up."""
+    training = run.training
+    linear = training.lr_scheduler_type == "linear"
+    return Schedule(
+        kind="polynomial" if linear else training.lr_scheduler_type,
+        maximum=training.learning_rate,
+        minimum=training.min_learning_rate,
+        warmup=training.warmup_steps,
+        decay=training.decay_steps or training.max_steps,
+        end=training.min_learning_rate if linear else training.lr_end,
+        power=1.0 if linear else training.power,
+    )
+
+
+def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
+    """Raises GptlmError if the checkpoint is of another kind of fine-tuning than the command's."""
+    has_adapters = (found.path / "adapter_config.json").is_file()
+    if has_adapters != run.lora.lora:
+        what, other = ("adapters", "--lora") if has_adapters else ("a whole model", "no --lora")
+        raise GptlmError(
+            f"the checkpoint {found.path} is of {what}; give {other}, another --output_dir, or --overwrite_output_dir"
+        )
+    if not has_adapters:
+        check_shape(run, found)
+        return
+    saved = settings_of(found.path)
+    differences = [
+        f"{flag} {saved[key]:g} there, {value:g} in the command"
+        for flag, key, value in (
+            ("lora_rank", "r", run.lora.lora_rank),
+            ("lora_alpha", "lora_alpha", run.lora.lora_alpha or 0.0),
+        )
+        if saved[key] != value
+    ]
+    if set(saved["target_modules"]) != set(run.lora.lora_target_modules):
+        differences.append(f"lora_target_modules {' '.join(sorted(saved['target_modules']))} there")
+    if differences:
+        raise GptlmError(
+            f"the checkpoint {found.path} has other adapters: {'; '.join(differences)}; give the same, another "
+            "--output_dir, or --overwrite_output_dir"
+        )

@@ -1,0 +1,263 @@
+"""The data of a fine-tuning run: where the examples lie, what they become, what evaluations read and continue."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.config.sft import SftRun
+from gptlm.data.examples import (
+    Example,
+    Turn,
+    find_files,
+    is_saved_dataset,
+    plain_conversation,
+    read_examples,
+    read_records,
+)
+from gptlm.data.sft import Encoder, Lengths, PackCollator, Row, RowCollator, filled_up, packed, with_targets
+from gptlm.errors import GptlmError
+from gptlm.inference.generation import continue_rows
+from gptlm.training.sft import Continuation
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = 20  # one in so many examples, where there are none for evaluation
+MOST_HELD_OUT = 1000
+HUB_SPLITS = {"train": "train", "dev": "validation"}
+PADDLE_END = " </s>"
+
+
+@dataclass(frozen=True)
+class SftData:
+    """Samples for training and evaluation (one or more rows each), and the rows that evaluations continue."""
+
+    train: list[list[Row]]
+    dev: list[list[Row]]
+    prompts: list[Row]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Mean length of a training sample in tokens."""
+        total = sum(len(row.ids) - 1 for sample in self.train for row in sample)
+        return max(1, round(total / max(len(self.train), 1)))
+
+
+def load_data(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftData:
+    """Everything read and encoded.
+
+    Raises:
+        GptlmError: if files cannot be read, or nothing can be learnt from them.
+    """
+    train, dev = _examples(run, tokenizer)
+    encoder = _encoder(run, tokenizer)
+    rows = {name: _rows(encoder, examples, name) for name, examples in (("train", train), ("dev", dev))}
+    shown = rows["train"] or rows["dev"]
+    if shown:
+        _show(shown[0], tokenizer)
+    length = run.data.max_length or 0
+    samples = {
+        name: packed(found, length) if run.data.zero_padding else [[row] for row in found]
+        for name, found in rows.items()
+    }
+    if run.data.zero_padding:
+        logger.info("%d examples are packed into %d samples of %d tokens", len(train), len(samples["train"]), length)
+    limit = run.data.generate_num if run.data.generate_num >= 0 else len(rows["dev"])
+    return SftData(samples["train"], samples["dev"], rows["dev"][:limit])
+
+
+def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowCollator | PackCollator:
+    """How samples become batches."""
+    pad = padding_id(tokenizer)
+    return PackCollator(pad) if run.data.zero_padding else RowCollator(pad, pad_left=run.data.paddle_compat)
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any id would do: padding is no target, and nothing attends to it."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:
+    """The evaluation samples, filled up to whole batches on every process."""
+    multiple = run.training.per_device_eval_batch_size * run.dims.data
+    return filled_up(data.dev, multiple) if data.dev else None  # type: ignore[return-value]
+
+
+def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
+    """What evaluations generate; None where they do not."""
+    if not run.data.eval_with_do_generation or not data.prompts:
+        return None
+    prompts = [row.ids[: row.prompt].tolist() for row in data.prompts]
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
+        new = continue_rows(
+            model,
+            tokenizer,
+            rows,
+            batch_size=run.training.per_device_eval_batch_size,
+            max_new_tokens=run.data.tgt_length,
+        )
+        return [decode(ids) for ids in new]
+
+    return Continuation(
+        prompts=prompts,
+        texts=[decode(prompt) for prompt in prompts],
+        answers=[decode(row.ids[row.prompt :].tolist()) for row in data.prompts],
+        generate=generate,
+        level=run.data.metric_level,
+        clean=_paddle_clean if run.data.paddle_compat else str.strip,
+    )
+
+
+def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
+    """What fixes which samples come when."""
+    digest = hashlib.sha256()
+    for sample in data.train:
+        for row in sample:
+            digest.update(row.ids.tobytes())
+            digest.update(row.learnt.tobytes())
+    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed}
+
+
+def _paddle_clean(text: str) -> str:
+    """PaddleNLP's: it strips these characters, in any order, from both ends."""
+    return text.strip().strip("question:")
+
+
+# Where examples lie -----------------------------------------------------------------------------------------------
+
+
+def _examples(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+    """Examples for training and for evaluation, only those that the run needs."""
+    training, data = run.training, run.data
+    sources = _sources(run)
+    train = _read(sources["train"], tokenizer) if "train" in sources else []
+    dev = _read(sources["dev"], tokenizer) if "dev" in sources and training.do_eval else []
+    if training.do_eval and not dev:
+        if not training.do_train:
+            return [], train
+        count = min(max(1, len(train) // HELD_OUT), MOST_HELD_OUT)
+        if len(train) <= count:
+            raise GptlmError(f"there are {len(train)} examples; one for training and one for evaluation are needed")
+        logger.info("there are no examples for evaluation: the last %d of %d are held out for it", count, len(train))
+        train, dev = train[:-count], train[-count:]
+    if training.do_train and not train:
+        raise GptlmError(f"there are no examples to train on in {data.dataset_name_or_path or data.task_name}")
+    return train if training.do_train else [], dev
+
+
+def _sources(run: SftRun) -> dict[str, Path | str]:
+    """ "train" and "dev" -> a file, a saved dataset, or "hub:NAME:SPLIT"."""
+    data = run.data
+    found: dict[str, Path | str] = {}
+    if data.dataset_name_or_path is None:
+        found = {split: f"hub:{data.task_name}:{hub}" for split, hub in HUB_SPLITS.items()}
+    else:
+        path = Path(data.dataset_name_or_path)
+        if path.is_file() or is_saved_dataset(path):
+            found["train"] = path
+        elif path.is_dir():
+            found = {split: files[0] for split in ("train", "dev") if (files := find_files(path, split))}
+            if not found:
+                raise GptlmError(f"{path} holds no train.json, train.jsonl, dev.json ... and is no saved dataset")
+            if "train" not in found:
+                found["train"] = found.pop("dev")
+        else:
+            found = {split: f"hub:{path}:{hub}" for split, hub in HUB_SPLITS.items()}
+    if data.eval_dataset_name_or_path:
+        found["dev"] = Path(data.eval_dataset_name_or_path)
+    return found
+
+
+def _read(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    records = read_records(source) if isinstance(source, Path) else _hub_records(source)
+    found = read_examples(records, partial(_conversation, tokenizer))
+    for reason, count in found.left_out.items():
+        logger.warning("%d records of %s are left out: %s", count, source, reason)
+    return found.examples
+
+
+def _hub_records(source: str) -> Iterable[tuple[str, Any]]:
+    import datasets
+
+    _, name, split = source.split(":")
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except Exception as error:  # datasets, huggingface_hub and requests each raise their own kinds
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise GptlmError(
+            f"the dataset {name} can be had neither from this machine nor from the HuggingFace hub ({reason}); give "
+            "--dataset_name_or_path a local file or folder"
+        ) from error
+    return ((f"{name} {split}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Example:
+    """Turns in the tokenizer's chat template, or in plain headings where it has none."""
+    if not tokenizer.chat_template:
+        return plain_conversation(messages)
+    turns, before = [], ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _rendered(tokenizer, messages[:number], True)
+        whole = _rendered(tokenizer, messages[: number + 1], False)
+        answer = whole.removeprefix(prompt).removesuffix("\n").removesuffix(str(tokenizer.eos_token))
+        turns.append(Turn(prompt.removeprefix(before), answer))
+        before = whole
+    return turns
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], prompt: bool) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+
+
+# What they become -------------------------------------------------------------------------------------------------
+
+
+def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    data = run.data
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []  # type: ignore[return-value]
+
+    return Encoder(
+        encode=encode,
+        end=tokenizer.eos_token_id,
+        lengths=Lengths(data.src_length, data.tgt_length, data.max_length or 0),
+        learn_prompts=data.train_on_prompt,
+        end_text=PADDLE_END if data.paddle_compat else None,
+    )
+
+
+def _rows(encoder: Encoder, examples: list[Example], name: str) -> list[Row]:
+    rows = encoder.rows(examples)
+    kept = with_targets(rows)
+    if len(kept) < len(rows):
+        numbers = [str(number) for number, row in enumerate(rows, start=1) if not row.learnt.any()]
+        more = ", ..." if len(numbers) > 10 else ""
+        logger.warning(
+            "%d of %d %s examples are left out, no token of an answer is in them: numbers %s%s",
+            len(numbers), len(rows), name, ", ".join(numbers[:10]), more,
+        )  # fmt: skip
+    if rows and not kept:
+        raise GptlmError(f"no {name} example has a token to learn; check --src_length, --tgt_length and --max_length")
+    if kept:
+        longest, learnt = max(len(row.ids) for row in kept), sum(int(row.learnt.sum()) for row in kept)
+        logger.info("%s: %d examples, longest %d tokens, %d tokens to learn", name, len(kept), longest, learnt)
+    return kept
+
+
+def _show(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The first example as the model sees it."""
+    logger.info("the first example, prompt: %r", tokenizer.decode(row.ids[: row.prompt].tolist()))
+    logger.info("the first example, answer: %r", tokenizer.decode(row.ids[row.prompt :].tolist()))

@@ -1,0 +1,113 @@
+"""Rows and batches of fine-tuning: which ids are targets, what is cut, what padding and packing do."""
+
+import numpy as np
+import pytest
+import torch
+
+from gptlm.data.examples import Turn
+from gptlm.data.sft import Encoder, Lengths, PackCollator, RowCollator, Shuffled, filled_up, packed, with_targets
+
+END = 0
+
+
+def encode(texts):
+    """A letter is its code."""
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+def codes(text):
+    return [END if letter == "." else ord(letter) for letter in text]
+
+
+def rows(*examples, source=8, target=5, total=12, **more):
+    return Encoder(encode, END, Lengths(source, target, total), **more).rows(list(examples))
+
+
+def shown(row):
+    """Ids as letters, targets in capitals; a dot is the end."""
+    letters = ["." if i == END else chr(i) for i in row.ids]
+    return "".join(x.upper() if m and x != "." else "!" if m else x for x, m in zip(letters, row.learnt))
+
+
+@pytest.mark.parametrize(
+    ("turns", "wanted"),
+    [
+        ([Turn("abc", "xy")], "abcXY!"),  # the end is learnt
+        ([Turn("abcdefghijkl", "xy")], "abcdefghXY!"),  # a long prompt loses its end, not the answer
+        ([Turn("abcdefghijkl", "xy", "qr")], "abcdefqrXY!"),  # but never its cue
+        ([Turn("abcdefgh", "vwxyz")], "abcdefgVWXYZ"),  # an answer that is cut does not end; the prompt gives way
+        ([Turn("", "xy")], ".XY!"),  # something must foretell the first token
+        ([Turn("a", "x"), Turn("b", "y")], "aX!bY!"),
+        ([Turn("abc", "xy"), Turn("def", "uvwz")], "abcXY!"),  # what does not fit whole is left out
+    ],
+)
+def test_rows(turns, wanted):
+    (row,) = rows(turns)
+    assert shown(row) == wanted
+
+
+def test_prompts_can_be_targets_too():
+    (row,) = rows([Turn("abc", "xy")], learn_prompts=True)
+    assert shown(row) == "aBCXY!" and row.prompt == 3
+
+
+def test_paddlenlp_s_encoding_ends_with_text():
+    (row,) = rows([Turn("ab", "x")], end_text="</s>", target=9)
+    assert shown(row) == "ab</s>X</S>" and END not in row.ids
+
+
+def test_a_sample_without_targets_is_told():
+    found = rows([Turn("abc", "")], [Turn("abc", "x")])
+    assert [row.learnt.any() for row in found] == [True, True]  # an empty answer is its end
+    assert with_targets(filled_up([[found[0]]], 2)[1]) == []
+
+
+def test_targets_come_from_lengths_not_from_ids():
+    """The padding id is the end-of-text id, and a prompt holds it, too: only the end of an answer is a target."""
+    short, long = rows([Turn("a", "x")], [Turn("abcd", "xy")])
+    batch = RowCollator(END)([[short], [long]])
+    assert batch["input_ids"].tolist() == [codes("ax...."), codes("abcdxy")]
+    assert batch["labels"].tolist() == [[*codes("x."), -100, -100, -100, -100], [-100, -100, -100, *codes("xy.")]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0], [1] * 6]
+    assert batch["shift_labels"] is batch["labels"]
+
+
+def test_paddlenlp_s_padding_is_on_the_left_and_has_no_mask():
+    short, long = rows([Turn("a", "x")], [Turn("abcd", "xy")])
+    batch = RowCollator(END, pad_left=True)([[short], [long]])
+    assert batch["input_ids"].tolist()[0] == codes("....ax") and "attention_mask" not in batch
+    assert batch["labels"].tolist()[0] == [-100] * 4 + codes("x.")
+
+
+def test_packs_are_as_full_as_the_order_allows():
+    found = rows(*([Turn("a" * n, "x")] for n in (2, 3, 4, 6)))  # inputs of 3, 4, 5 and 7 tokens
+    assert [[len(row.ids) - 1 for row in pack] for pack in packed(found, 12)] == [[3, 4, 5], [7]]
+
+
+def test_a_packed_batch():
+    one, two, three = rows([Turn("a", "x")], [Turn("bc", "y")], [Turn("defg", "z")])
+    batch = PackCollator(END)([[one, two], [three]])
+    assert batch["input_ids"].tolist() == [codes("axbcy"), codes("defgz")]
+    assert batch["labels"].tolist() == [[*codes("x."), -100, *codes("y.")], [-100, -100, -100, *codes("z.")]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert batch["cu_seqlens"].tolist() == [0, 2, 5, 10] and batch["max_seqlen"] == 5
+    short = PackCollator(END)([[one], [three]])
+    assert short["cu_seqlens"].tolist() == [0, 2, 5, 10] and short["position_ids"][0].tolist() == [0, 1, 0, 1, 2]
+    assert short["labels"][0].tolist() == [*codes("x."), -100, -100, -100]
+
+
+def test_epochs_are_orders_of_their_own_and_always_the_same():
+    items = list(range(10))
+    run = Shuffled(items, length=25, seed=3)
+    order = [run[i] for i in range(len(run))]
+    assert sorted(order[:10]) == sorted(order[10:20]) == items and order[:10] != order[10:20]
+    assert [Shuffled(items, length=25, seed=3)[i] for i in (24, 3, 17)] == [order[24], order[3], order[17]]
+    assert [Shuffled(items, length=25, seed=4)[i] for i in range(10)] != order[:10]
+
+
+def test_samples_that_fill_batches_up_have_no_targets():
+    found = rows([Turn("a", "x")], [Turn("b", "y")])
+    batch = RowCollator(END)(filled_up([[row] for row in found], 4))
+    assert batch["input_ids"].shape == (4, 2) and (batch["labels"][2:] == -100).all()
+    assert torch.equal(batch["labels"][:2] == -100, torch.zeros(2, 2, dtype=torch.bool))
+    assert np.array_equal(filled_up([[found[0]]], 1)[0][0].ids, found[0].ids)

@@ -1,0 +1,123 @@
+"""Windows score every target once; losses are those of stock GPT-2, whatever the batch."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from gptlm.errors import GptlmError
+from gptlm.inference.scoring import Row, Windows, score
+from gptlm.model.build import load_model
+
+
+def scored_targets(windows: Windows) -> list[int]:
+    """Positions in the text; works for tokens that are their own position."""
+    return [int(i) for row in windows for i in row.ids[-row.scored :]]
+
+
+@pytest.mark.parametrize("count", [2, 10, 63, 64, 65, 66, 100, 1000])
+@pytest.mark.parametrize("step", [1, 16, 32, 63, 64])
+def test_every_target_is_scored_once_from_the_context_that_the_stride_leaves(count, step):
+    windows = Windows(range(count), 64, step)
+    assert scored_targets(windows) == list(range(1, count))
+    assert len(windows) == len(list(windows))
+    for number, row in enumerate(windows):
+        assert row.ids[0] == number * step and len(row.ids) <= 65
+        assert number == 0 or row.scored <= step
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+def test_the_windows_are_megatron_s_without_its_empty_ones(shared):
+    cases = json.loads((shared / "cases/megatron/zeroshot_eval.json").read_text())["wikitext_windows"]
+    assert len(cases) == 7
+    for case in cases:
+        count, length = case["num_tokens"], case["seq_length"]
+        windows = Windows(np.arange(count), length, case["overlapping_eval"] or length)
+        assert len(windows) == case["num_windows"] - case["windows_with_nothing_scored"]
+        assert len(scored_targets(windows)) == case["targets_scored"]
+        for row, expected in zip(windows, case["first_windows"], strict=False):
+            own = [1000 + int(i) for i in row.ids[:8]]
+            assert own == expected["tokens_first8"][: len(own)]
+            assert [int(row.ids[-row.scored]), int(row.ids[-1])] == expected["scored"]
+
+
+def brute_force(folder, tokens, length, step) -> float:
+    """Mean -log p, one token at a time from its own context, by stock code."""
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    losses = []
+    for target in range(1, len(tokens)):
+        start = 0 if target <= length else -(-(target - length) // step) * step
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[start:target]])).logits[0, -1].double()
+        losses.append(torch.logsumexp(logits, 0).item() - logits[tokens[target]].item())
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    return np.random.RandomState(1).randint(0, 500, 150).tolist()
+
+
+@pytest.mark.parametrize(("length", "step"), [(32, 1), (32, 7), (32, 32), (64, 16)])
+def test_the_mean_loss_is_that_of_a_token_by_token_computation(tiny_model, tokens, length, step):
+    expected = brute_force(tiny_model, tokens, length, step)
+    model = load_model(str(tiny_model)).eval()
+    for batch_size in (1, 4, 100):
+        scores = [one for batch in score(model, Windows(tokens, length, step), batch_size) for _, one in batch]
+        assert sum(len(one.hits) for one in scores) == 149
+        assert sum(one.loss for one in scores) / 149 == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_of_different_lengths_share_a_batch(tiny_model, tokens):
+    """Padding is never seen; hits are the argmax of stock GPT-2."""
+    rows = [Row(tokens[:5], 2), Row(tokens[20:60], 1), Row(tokens[7:9], 1), Row(tokens[10:40], 29)]
+    model = load_model(str(tiny_model)).eval()
+    stock = GPT2LMHeadModel.from_pretrained(tiny_model).eval()
+    with torch.no_grad():
+        logits = [stock(torch.tensor([row.ids[:-1]])).logits[0, -row.scored :] for row in rows]
+    best = [
+        tuple((part.argmax(-1) == torch.tensor(row.ids[-row.scored :])).tolist()) for part, row in zip(logits, rows)
+    ]
+    (batch,) = score(model, rows, 4)
+    assert [number for number, _ in batch] == [0, 1, 2, 3]
+    assert [one.hits for _, one in batch] == best
+    for (_, one), part, row in zip(batch, logits, rows):
+        loss = torch.nn.functional.cross_entropy(part, torch.tensor(row.ids[-row.scored :]), reduction="sum")
+        assert one.loss == pytest.approx(loss.item(), abs=1e-4)
+
+
+def test_what_is_likeliest_hits(tiny_model, tokens):
+    stock = GPT2LMHeadModel.from_pretrained(tiny_model).eval()
+    with torch.no_grad():
+        best = int(stock(torch.tensor([tokens[:10]])).logits[0, -1].argmax())
+    (((_, right), (_, wrong)),) = score(
+        load_model(str(tiny_model)).eval(), [Row([*tokens[:10], best], 1), Row([*tokens[:10], (best + 1) % 500], 1)], 2
+    )
+    assert right.hits == (True,) and wrong.hits == (False,) and right.loss < wrong.loss
+
+
+def test_shares_are_all_rows_once(tiny_model, tokens):
+    model = load_model(str(tiny_model)).eval()
+    windows = Windows(tokens, 16, 8)
+    for parts in (1, 2, 3, 20):
+        seen = [n for i in range(parts) for batch in score(model, windows, 4, (i, parts)) for n, _ in batch]
+        assert sorted(seen) == list(range(len(windows)))
+
+
+def test_only_scored_positions_get_logits(tiny_model, tokens, monkeypatch):
+    model = load_model(str(tiny_model)).eval()
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    list(score(model, Windows(tokens, 64, 8), 4))
+    assert sum(shape[0] for shape in seen) == 149 and all(len(shape) == 2 for shape in seen)
+
+
+def test_weights_that_are_no_numbers_are_said(tiny_model, tokens):
+    model = load_model(str(tiny_model)).eval()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(float("nan"))
+    with pytest.raises(GptlmError, match="no numbers"):
+        list(score(model, Windows(tokens, 64, 8), 4))

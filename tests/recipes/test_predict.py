@@ -1,0 +1,122 @@
+"""The command with everything around generation: prompts in, rows out, adapters by name, a terminal."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from gptlm.cli import main
+from gptlm.model.tokenizer import train_tokenizer
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    """The tiny model, 64 positions and 500 entries, with a tokenizer of fewer."""
+    path = tmp_path_factory.mktemp("predict") / "m"
+    shutil.copytree(tiny_model, path)
+    train_tokenizer(["the cat sat on the mat and the dog sat on the log " * 20], 300).save_pretrained(path)
+    return path
+
+
+def predict(folder, capsys, *words):
+    """Exit code, lines on stdout, stderr."""
+    code = main(["predict", "--model_name_or_path", str(folder), "--device", "cpu", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def beams(folder, prompt, count):
+    """The texts of stock code's beam search."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    out = GPT2LMHeadModel.from_pretrained(folder).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=count,
+        num_return_sequences=count,
+        max_new_tokens=6,
+        pad_token_id=0,
+        suppress_tokens=list(range(len(tokenizer), 500)),
+    )
+    return [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd") for row in out]
+
+
+def test_every_continuation_has_a_row_in_the_order_of_the_prompts(folder, capsys, tmp_path):
+    prompts = ["今天天气😀", "the cat sat on", "a"]
+    file = tmp_path / "p.jsonl"
+    records = [{"src": prompts[0], "tgt": "x"}, {"prompt": prompts[1]}, {"text": prompts[2]}]
+    file.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+    words = "--batch_size 2 --num_beams 2 --num_return_sequences 2 --max_new_tokens 6 --output_file".split()
+    code, out, err = predict(folder, capsys, "--input_file", file, *words, tmp_path / "new" / "o.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "new" / "o.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert code == 0, err
+    assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
+    assert [row["continuation"] for row in rows] == [text for prompt in prompts for text in beams(folder, prompt, 2)]
+    assert out.startswith("".join(row["continuation"] + "\n" for row in rows))
+    assert re.search(r"\d+ tokens in \d+\.\d\d s", out.splitlines()[-2])
+
+
+@pytest.mark.parametrize("half", ["--bf16", "--fp16"])
+def test_half_precision_on_a_cpu(folder, capsys, half):
+    code, out, err = predict(folder, capsys, "--prompt", "the", "--tgt_length", 3, half)
+    assert code == 0, err
+    assert ("half precision is not used on a CPU" in out) == (half == "--fp16")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_adapters_names_its_model(folder, capsys, tmp_path, monkeypatch):
+    """Relative to the working directory; the same as both named, another text than without, and found missing."""
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn", "c_fc"], init_lora_weights=False)
+    config.fan_in_fan_out = True
+    get_peft_model(GPT2LMHeadModel.from_pretrained(folder), config).save_pretrained(tmp_path / "a")
+    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    monkeypatch.chdir(folder.parent)
+    outputs = []
+    for base in ("m", "elsewhere"):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+        outputs.append(predict(tmp_path / "a", capsys, "--prompt", "the cat", "--tgt_length", 9))
+    both = predict(folder, capsys, "--prompt", "the cat", "--tgt_length", 9, "--lora_path", tmp_path / "a")
+    none = predict(folder, capsys, "--prompt", "the cat", "--tgt_length", 9)
+    texts = [out.rpartition("\n[")[0] for _, out, _ in (outputs[0], both, none)]
+    assert texts[0] == texts[1] != texts[2]
+    assert outputs[1][0] == 1 and "'elsewhere' is neither a folder" in outputs[1][2]
+    twice = predict(tmp_path / "a", capsys, "--prompt", "a", "--lora_path", tmp_path / "a")
+    assert twice[0] == 1 and "both adapters" in twice[2]
+
+
+def test_a_prompt_that_is_no_text_is_said(folder, capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "\\ud800"}\n')
+    code, _, err = predict(folder, capsys, "--input_file", tmp_path / "p.jsonl")
+    assert code == 1 and "p.jsonl, line 3 is not valid Unicode" in err
+
+
+def test_a_terminal_is_told_the_same_as_a_file(folder, tmp_path):
+    """Through a pseudo terminal: the pieces make up the text, no character comes in halves."""
+    command = [sys.executable, str(ROOT / "scripts/predict_generation.py"), "--model_name_or_path", str(folder)]
+    words = ["--device", "cpu", "--tgt_length", "40", "--do_sample", "--output_file", str(tmp_path / "o")]
+    words += ["--prompt", "今天😀", "the"]
+    master, terminal = pty.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C"}
+    process = subprocess.Popen([*command, *words], stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+    os.close(terminal)
+    seen = b""
+    try:
+        while part := os.read(master, 4096):
+            seen += part
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait(60) == 0, seen
+    os.close(master)
+    texts = [json.loads(line)["continuation"] for line in (tmp_path / "o").read_text(encoding="utf-8").splitlines()]
+    assert seen.decode().replace("\r\n", "\n").startswith("\n".join([*texts, ""]))
+    assert len(texts) == 2 and all(texts)

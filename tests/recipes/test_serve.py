@@ -1,0 +1,135 @@
+"""The page, as a person uses it: in headless Chromium. `pip install playwright` and a chromium are needed."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from gptlm.model.tokenizer import train_tokenizer
+from tests.conftest import ROOT, run_script
+
+PROMPT = "the cat 今天"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "模型"
+    shutil.copytree(tiny_model, path)
+    train_tokenizer(["the cat sat on the mat and the dog sat on the log " * 20], 300).save_pretrained(path)
+    return path
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def page(folder):
+    """The address of the page, and its process."""
+    pytest.importorskip("gradio")
+    command = [sys.executable, str(ROOT / "scripts/predict_generation.py"), "--serve", "--port", str(free_port())]
+    words = ["--model_name_or_path", str(folder), "--device", "cpu", "--tgt_length", "30"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = next((line for line in process.stdout if "the page is open" in line), "")
+        yield re.search(r"http://\S+", line)[0], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    if binary is None:
+        pytest.skip("no Chromium is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def shown(tab, wanted, seconds=30):
+    """Every text that is seen until `wanted` stands there."""
+    seen = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        text = tab.locator("#continuation textarea").input_value()
+        seen += [text] if text not in seen else []
+        if text == wanted:
+            break
+        time.sleep(0.002)
+    return seen
+
+
+def stock_text(folder, **options):
+    """What stock code adds to PROMPT: 30 tokens, ids that are no tokens left out."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    known = len(tokenizer)
+    out = GPT2LMHeadModel.from_pretrained(folder).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=30,
+        suppress_tokens=list(range(known, 500)),
+        pad_token_id=0,
+        **options,
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd")
+
+
+@pytest.mark.slow
+def test_a_person_types_a_prompt(page, browser, folder):
+    """Text comes piece by piece, is the model's own, follows the controls; nothing leaves this machine."""
+    address, process = page
+    tab, requests, problems = browser.new_page(), [], []
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.on("pageerror", lambda error: problems.append(error))
+    tab.goto(address)
+    tab.locator("#prompt textarea").fill(PROMPT)
+    tab.get_by_role("button", name="Continue").click()
+    greedy = stock_text(folder)
+    seen = shown(tab, greedy)
+    assert seen[-1] == greedy and all(greedy.startswith(text) for text in seen)
+    tab.get_by_label("repetition_penalty").first.fill("2")
+    tab.get_by_role("button", name="Continue").click()
+    penalised = stock_text(folder, repetition_penalty=2.0)
+    assert greedy != penalised == shown(tab, penalised)[-1]
+    outside = [url for url in requests if not url.startswith((address, "data:", "blob:"))]
+    assert len(requests) > 5 and outside == [] and problems == []
+    tab.locator("#prompt textarea").fill("the " * 100)  # beyond the position table
+    tab.get_by_role("button", name="Continue").click()
+    tab.get_by_text("fills the position table of 64").wait_for(timeout=10_000)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded():
+    pytest.importorskip("gradio")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run_script("predict_generation", "--serve", "--port", port, "--model_name_or_path", "nowhere")
+    assert result.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr and "nowhere" not in result.stderr
+
+
+def test_without_gradio_the_extra_is_named():
+    code = (
+        "import sys; sys.modules['gradio'] = None; from gptlm.cli import main; sys.exit(main(['predict', '--serve']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1 and "pip install 'gptlm[serve]'" in result.stderr

@@ -1,0 +1,314 @@
+"""Fine-tuning in one process: losses by hand, answers that end, adapters, resume, metrics, and what is refused."""
+
+import json
+import math
+import shutil
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from gptlm.config.sft import parse_sft
+from gptlm.errors import GptlmError
+from gptlm.model.tokenizer import train_tokenizer
+from gptlm.recipes.sft import sft
+from tests.conftest import run_script
+
+WORDS = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden".split()
+ROWS = [
+    {"src": f"{a} {b} ", "tgt": f"{b} {a} {c}"} for a, b, c in zip(WORDS, WORDS[3:] + WORDS[:3], WORDS[5:] + WORDS[:5])
+] + [{"src": f"{word} {word} ", "tgt": word} for word in WORDS[:4]]
+BASE = (
+    "--max_steps 6 --per_device_train_batch_size 4 --per_device_eval_batch_size 3 --logging_steps 1 --save_steps 3 "
+    "--eval_steps 3 --learning_rate 1e-2 --weight_decay 0.1 --device cpu --disable_tqdm --report_to none --do_train"
+).split()
+NO_DROPOUT = ["--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tokenizer of the words and random weights: 2 layers, 32 wide, 48 positions."""
+    folder = tmp_path_factory.mktemp("sft") / "my 模型"
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 5, 330)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(5)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=48, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (folder / "dev.json").write_text(json.dumps(ROWS[:5]))
+    return folder
+
+
+@pytest.fixture
+def tune(model, examples, tmp_path):
+    """Run with BASE and more words; returns metrics and the log history."""
+
+    def run(*words, output="out", data=None, base=model):
+        argv = [*BASE, "--model_name_or_path", base, "--dataset_name_or_path", data or examples]
+        argv += ["--output_dir", tmp_path / output, *words]
+        metrics = sft(parse_sft([str(word) for word in argv], {}))
+        state = tmp_path / output / "trainer_state.json"
+        return metrics, json.loads(state.read_text())["log_history"] if state.exists() else []
+
+    return run
+
+
+def losses(history):
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def by_hand(folder, rows, tokenizer_folder=None):
+    """Cross-entropy of stock GPT-2 over the answers' tokens and their ends, row by row without padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or folder)
+    total = right = count = 0
+    for row in rows:
+        source = tokenizer(row["src"])["input_ids"]
+        ids = torch.tensor([source + tokenizer(row["tgt"])["input_ids"] + [tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(source) - 1 : -1]
+        targets = ids[0, len(source) :]
+        total += F.cross_entropy(logits, targets, reduction="sum").item()
+        right += (logits.argmax(-1) == targets).sum().item()
+        count += len(targets)
+    return total / count, right / count
+
+
+def test_the_loss_is_that_of_the_answers_by_hand(tune, model, tmp_path):
+    """Every example in one batch: the first logged loss is the mean over all answers' tokens of the first weights."""
+    words = [*NO_DROPOUT, "--per_device_train_batch_size", len(ROWS), "--max_steps", "1", "--do_eval"]
+    metrics, history = tune(*words, "--generate_num", "0")
+    assert losses(history)[0] == pytest.approx(by_hand(model, ROWS)[0], abs=1e-5)
+    loss, accuracy = by_hand(tmp_path / "out", ROWS[:5], model)
+    assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["eval_accuracy"] == pytest.approx(accuracy, abs=1e-9)
+    assert metrics["eval_ppl"] == pytest.approx(math.exp(loss), abs=1e-3)
+    assert history[0]["ppl"] == pytest.approx(math.exp(history[0]["loss"]), abs=1e-3)
+
+
+@pytest.mark.parametrize("more", [(), ("--lora",), ("--zero_padding", "--max_length", "40")])
+def test_accumulation_does_not_change_the_loss(tune, more):
+    """Answers of different lengths: the mean is over tokens, not over micro-batches."""
+    words = [*NO_DROPOUT, *more]
+    one = tune(*words, output="one")[1]
+    two = tune(*words, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 4, output="two")[1]
+    assert losses(one) == pytest.approx(losses(two), abs=1e-5)
+    assert [e["grad_norm"] for e in one if "loss" in e] == pytest.approx(
+        [e["grad_norm"] for e in two if "loss" in e], abs=1e-5
+    )
+
+
+def test_packing_changes_no_loss(tune, model):
+    """The same weights, examples alone and packed, in batches of any size: one loss, that of the answers by hand."""
+    few = ["--do_train", "0", "--do_eval", "--generate_num", "0"]
+    sizes = [(), ("--zero_padding",), ("--per_device_eval_batch_size", 1), ("--per_device_eval_batch_size", 7)]
+    found = [tune(*few, *more)[0]["eval_loss"] for more in sizes]
+    assert found == pytest.approx([by_hand(model, ROWS[:5])[0]] * 4, abs=1e-5)
+
+
+def test_twenty_examples_are_learnt_and_end_by_themselves(tune, model, tmp_path):
+    words = [
+        "--max_steps",
+        150,
+        "--per_device_train_batch_size",
+        20,
+        "--learning_rate",
+        "5e-3",
+        "--save_strategy",
+        "no",
+    ]
+    words += [
+        "--eval_dataset_name_or_path",
+        tmp_path / "dev.json",
+        "--do_eval",
+        "--eval_steps",
+        150,
+        "--tgt_length",
+        30,
+    ]
+    (tmp_path / "dev.json").write_text(json.dumps(ROWS))
+    metrics, _ = tune(*NO_DROPOUT, *words, "--weight_decay", "0")
+    assert metrics["eval_accuracy"] == metrics["eval_rouge1"] == metrics["eval_bleu4"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "out/predictions/eval-step-150.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["prediction"], line["reference"]) for line in lines] == [
+        (row["src"], row["tgt"], row["tgt"]) for row in ROWS
+    ]
+    stock, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(model)
+    assert stock.generation_config.eos_token_id == tokenizer.eos_token_id and stock.config.use_cache
+    for row in ROWS:
+        ids = torch.tensor([tokenizer(row["src"])["input_ids"]])
+        out = stock.generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :]
+        assert out[-1] == tokenizer.eos_token_id and tokenizer.decode(out[:-1]) == row["tgt"]
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--lora", "--lora_dropout", "0.1"), ("--lora", "--bf16", "--fp16_opt_level", "O2")]
+)
+def test_resumed_equals_uninterrupted_bit_for_bit(tune, tmp_path, more):
+    """With dropout; also in half precision, where adapters have float32 copies."""
+    _, whole = tune(*more, "--recompute", "1")
+    _, resumed = tune(*more, "--resume_from_checkpoint", tmp_path / "out/checkpoint-3", output="again")
+    assert losses(resumed) == losses(whole)
+    name = "adapter_model.safetensors" if "--lora" in more else "model.safetensors"
+    a, b = (load_file(tmp_path / folder / name) for folder in ("out", "again"))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_adapters_are_small_load_in_plain_peft_and_leave_the_model_alone(tune, model, tmp_path):
+    before = (model / "model.safetensors").read_bytes()
+    metrics, _ = tune(*NO_DROPOUT, "--lora", "--lora_rank", 2, "--do_eval", "--generate_num", 0, "--merge_weights")
+    assert (model / "model.safetensors").read_bytes() == before
+    out = tmp_path / "out"
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (2, 4, 0)
+    assert config["base_model_name_or_path"] == str(model) and set(config["target_modules"]) == {
+        "c_attn",
+        "c_proj",
+        "c_fc",
+    }
+    stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out).eval()
+    whole = AutoModelForCausalLM.from_pretrained(out / "merged").eval()
+    ids = torch.tensor([[5, 9, 200, 31]])
+    assert torch.allclose(stock(ids).logits, whole(ids).logits, atol=1e-4)
+    assert by_hand(out / "merged", ROWS[:5])[0] == pytest.approx(metrics["eval_loss"], abs=1e-5)
+    assert whole.generation_config.eos_token_id == 0
+    trained = [value for name, value in load_file(out / "adapter_model.safetensors").items() if "lora_B" in name]
+    assert all(value.abs().max() > 0 for value in trained)
+    again, _ = tune(
+        "--do_train", 0, "--do_eval", "--generate_num", 0, "--lora_path", out, "--lora_rank", 2, output="eval"
+    )
+    assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-6)
+
+
+def test_merging_by_script(tune, tmp_path):
+    tune("--lora")
+    done = run_script(
+        "merge_lora", "--lora_path", "out", "--output_path", "merged", "--dtype", "bfloat16", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+    (tmp_path / "file").write_text("")
+    for words, says in (
+        (["--lora_path", "out", "--output_path", "file/x"], "is a file, not a folder"),
+        (["--lora_path", "nowhere", "--output_path", "m"], "holds no adapters"),
+        (
+            ["--lora_path", "out", "--output_path", "m", "--model_name_or_path", "nowhere"],
+            "neither a folder nor a name",
+        ),
+    ):
+        done = run_script("merge_lora", *words, cwd=tmp_path)
+        assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_added_tokens_are_learnt_and_saved(tune, model, tmp_path):
+    """Rows of the new tokens travel with the adapters, whatever the embedding of the model holds there."""
+    rows = [{"src": f"<user name> {word}", "tgt": f"{word} <bot>"} for word in WORDS[:8]]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    words = ["--additional_special_tokens", "<user name>", "<bot>", "--lora", "--do_eval", "--generate_num", 0]
+    metrics, _ = tune(*NO_DROPOUT, *words, "--merge_weights", data=tmp_path / "d.json")
+    out = tmp_path / "out"
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (
+        len(tokenizer) == len(AutoTokenizer.from_pretrained(model)) + 2
+        and tokenizer.decode(tokenizer("<user name> x<bot>")["input_ids"]) == "<user name> x<bot>"
+    )
+    whole = AutoModelForCausalLM.from_pretrained(out / "merged")
+    assert whole.config.vocab_size == len(tokenizer)
+    held = [{"src": row["src"], "tgt": row["tgt"]} for row in rows[-1:]]
+    assert by_hand(out / "merged", held)[0] == pytest.approx(metrics["eval_loss"], abs=1e-5)
+    delta = load_file(out / "adapter_model.safetensors")[
+        "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
+    ]
+    assert delta.shape == (2, 32)
+
+
+@pytest.mark.parametrize(("metric", "more"), [("loss", ()), ("loss", ("--lora",)), ("accuracy", ())])
+def test_the_best_model_comes_back(tune, tmp_path, metric, more):
+    """A learning rate that rises far too high: the last evaluation is not the best one."""
+    words = ["--load_best_model_at_end", "--do_eval", "--eval_steps", 1, "--save_steps", 1]
+    words += ["--learning_rate", 30 if more else 2]
+    words += ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 6, "--metric_for_best_model", metric]
+    metrics, history = tune(*NO_DROPOUT, *words, *more, "--generate_num", 0)
+    found = [entry for entry in history if "eval_loss" in entry]
+    sign = -1 if metric == "loss" else 1
+    best = max(found, key=lambda entry: sign * entry[f"eval_{metric}"])
+    assert metrics[f"eval_{metric}"] == best[f"eval_{metric}"]
+    assert metric == "accuracy" or more or best["step"] < 6
+    name = "adapter_model.safetensors" if more else "model.safetensors"
+    a, b = (load_file(folder / name) for folder in (tmp_path / "out", tmp_path / "out" / f"checkpoint-{best['step']}"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_generated_texts_are_compared_by_word_or_character(tune, tmp_path):
+    few = ["--do_train", "0", "--do_eval", "--generate_num", 2, "--tgt_length", 6]
+    word, char = (tune(*few, "--metric_level", level, output=level)[0] for level in ("word", "char"))
+    assert word["eval_loss"] == char["eval_loss"]
+    lines = (tmp_path / "char/predictions/eval-step-0.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and set(json.loads(lines[0])) == {"prompt", "prediction", "reference"}
+    for scores in (word, char):
+        assert {key for key in scores if "bleu" in key or "rouge" in key} == {
+            "eval_bleu4", "eval_rouge1", "eval_rouge2", "eval_rougel",
+        }  # fmt: skip
+
+
+def test_the_schedule_is_paddlenlp_s(tune):
+    """Warm-up from 0, then down to lr_decay_ratio of the highest rate; the log shows the next step's."""
+    _, history = tune("--warmup_steps", 2, "--lr_decay_ratio", "0.2", "--learning_rate", "1.0")
+    rates = [entry["learning_rate"] for entry in history if "loss" in entry]
+    factor = [step / 2 if step < 2 else 1 - 0.8 * (step - 2) / 4 for step in range(1, 7)]
+    assert rates == pytest.approx(factor, abs=1e-6)
+
+
+def test_a_share_is_held_out_where_there_is_no_dev_file(tune, tmp_path, capsys):
+    (tmp_path / "d.json").write_text(json.dumps([*ROWS, {"src": "x", "tgt": ""}]))
+    metrics, _ = tune("--do_eval", "--max_steps", "1", data=tmp_path / "d.json")
+    said = capsys.readouterr().out
+    assert f"the last 1 of {len(ROWS)} are held out" in said and "1 records of" in said and "without an answer" in said
+    assert "the first example, prompt: " in said and repr(f"{ROWS[0]['tgt']}<|endoftext|>") in said
+    assert "eval_loss" in metrics
+
+
+def test_worker_processes_and_epochs(tune, capfd):
+    _, history = tune("--max_steps", -1, "--num_train_epochs", 2, "--dataloader_num_workers", 2)
+    assert history[-2]["step"] == 2 * math.ceil(len(ROWS) / 4)
+    assert "forked" not in capfd.readouterr().err
+
+
+def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
+    tune("--lora")
+    with pytest.raises(GptlmError, match="is of adapters; give --lora"):
+        tune()
+    with pytest.raises(GptlmError, match="has other adapters: lora_rank 8 there, 4 in the command"):
+        tune("--lora", "--lora_rank", 4)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
+    with pytest.raises(GptlmError, match="holds a model but no checkpoint"):
+        tune("--lora")
+
+
+@pytest.mark.parametrize(
+    ("words", "data", "says"),
+    [
+        ((), "[]", "there are no examples to train on"),
+        (("--do_eval",), json.dumps(ROWS[:1]), "there are 1 examples; one for training and one for evaluation"),
+        ((), '[{"text": "x"}]', "of no known form"),
+        ((), "nowhere", "can be had neither from this machine nor from the HuggingFace hub"),
+    ],
+)
+def test_data_that_cannot_be_learnt(tune, tmp_path, words, data, says):
+    if data != "nowhere":
+        (tmp_path / "d.json").write_text(data)
+    with pytest.raises(GptlmError, match=says):
+        tune(*words, data=tmp_path / "d.json" if data != "nowhere" else "no/where")
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,120 @@
+"""Fine-tuning on two processes: DDP and ZeRO 1-3, whole models and adapters, train and evaluate like one process.
+
+All runs happen in one launched session (see session.py); the tests look at what it left.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT, run_script
+from tests.recipes.test_sft import BASE, NO_DROPOUT, ROWS, examples, model  # noqa: F401 - fixtures
+from tests.recipes.test_sharding import TINY, losses, norms, run_session
+
+pytestmark = pytest.mark.distributed
+STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
+KINDS = {"whole": [], "lora": ["--lora"], "packed": ["--zero_padding", "--max_length", "24"]}
+
+
+@pytest.fixture(scope="module")
+def session(model, examples, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("sft-session")
+    zero3 = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0, **TINY}}
+    (folder / "zero3.json").write_text(json.dumps(zero3))
+    sharding = {"ddp": [], "stage1": ["--sharding", "stage1"], "stage2": ["--sharding", "stage2"]}
+    sharding["stage3"] = ["--deepspeed", folder / "zero3.json"]
+    data = ["--model_name_or_path", model, "--dataset_name_or_path", examples, "--do_eval", "--generate_num", 3]
+    words = [*BASE, *NO_DROPOUT, *data, "--tgt_length", 8, "--per_device_train_batch_size", 2]
+    cases = []
+    for name in STRATEGIES:
+        for kind, more in KINDS.items():
+            cases.append((f"{name} {kind}", [*words, *sharding[name], *more]))
+        saved = folder / f"{name} lora" / "checkpoint-3"
+        cases.append((f"{name} again", [*words, *sharding[name], "--lora", "--resume_from_checkpoint", saved]))
+        half = ["--bf16", "--fp16_opt_level", "O2"]
+        cases.append((f"{name} half", [*words, *sharding[name], "--lora", *half, "--recompute", 1]))
+    saved = folder / "stage3 lora" / "checkpoint-3"
+    cases.append(("crosswise", [*words, "--lora", "--resume_from_checkpoint", saved]))
+    cases.append(("merged", [*words, *sharding["stage3"], "--lora", "--merge_weights", "--max_steps", 3]))
+    return folder, run_session(2, [(name, [*w, "--output_dir", folder / name]) for name, w in cases], folder)
+
+
+@pytest.fixture(scope="module")
+def alone(model, examples, tmp_path_factory):  # noqa: F811
+    """The same in one process with twice the micro-batch."""
+    from gptlm.config.sft import parse_sft
+    from gptlm.recipes.sft import sft
+
+    def run(*more):
+        folder = tmp_path_factory.mktemp("alone")
+        words = [*BASE, *NO_DROPOUT, "--model_name_or_path", model, "--dataset_name_or_path", examples, "--do_eval"]
+        words += ["--generate_num", 3, "--tgt_length", 8, "--output_dir", folder, *more]
+        metrics = sft(parse_sft([str(word) for word in words], {}))
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        predictions = (folder / "predictions" / "eval-step-6.jsonl").read_text()
+        return {"metrics": metrics, "history": history, "predictions": predictions}
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_strategy_trains_and_evaluates_like_one_process(session, alone, kind):
+    """Answers of different lengths, five rows for evaluation on two processes, generation: all as in one."""
+    folder, results = session
+    wanted = alone(*KINDS[kind])
+    for name in STRATEGIES:
+        found = results[f"{name} {kind}"]
+        assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name
+        assert norms(found) == pytest.approx(norms(wanted), abs=1e-5), name
+        for key in ("eval_loss", "eval_accuracy", "eval_bleu4", "eval_rougel"):
+            assert found["metrics"][key] == pytest.approx(wanted["metrics"][key], abs=1e-5), (name, key)
+        predictions = (folder / f"{name} {kind}" / "predictions" / "eval-step-6.jsonl").read_text()
+        assert predictions == wanted["predictions"], name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_adapters_resume(session, name):
+    folder, results = session
+    assert losses(results[f"{name} again"]) == losses(results[f"{name} lora"])
+    a, b = (load_file(folder / run / "adapter_model.safetensors") for run in (f"{name} again", f"{name} lora"))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert losses(results["crosswise"]) == pytest.approx(losses(results["stage3 lora"]), abs=2e-6)
+
+
+def test_half_precision_with_recomputation(session):
+    folder, results = session
+    for name in STRATEGIES:
+        assert losses(results[f"{name} half"]) == pytest.approx(losses(results["ddp lora"]), abs=2e-2), name
+    stored = load_file(folder / "stage3 half" / "adapter_model.safetensors")
+    assert all(value.dtype == torch.bfloat16 for value in stored.values())
+
+
+def test_adapters_trained_in_shards_are_merged(session):
+    folder, _ = session
+    assert AutoModelForCausalLM.from_pretrained(folder / "merged" / "merged").config.n_layer == 2
+
+
+def test_the_deepspeed_launcher_and_both_spellings_of_the_rank(model, examples, tmp_path):  # noqa: F811
+    """`deepspeed scripts/finetune_generation.py --lora ...` hands every process --local_rank."""
+    words = [*BASE, "--model_name_or_path", model, "--dataset_name_or_path", examples, "--lora", "--max_steps", "2"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29711"]
+    command += [ROOT / "scripts" / "finetune_generation.py", *words, "--output_dir", tmp_path / "two"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([str(w) for w in command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "two" / "adapter_model.safetensors").is_file()
+    for spelling in (["--local_rank", "0"], ["--local-rank=0"]):
+        done = run_script(
+            "finetune_generation", *spelling, *words, "--output_dir", tmp_path / spelling[0], cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_there_are_rows_for_everyone():
+    assert len({len(row["tgt"]) for row in ROWS}) > 3
