@@ -6,8 +6,11 @@ import shlex
 import pytest
 
 from gptlm.config.data_tools import parse_order, parse_prefix
+from gptlm.config.evaluation import EVALUATE
 from gptlm.config.generation import parse_predict
+from gptlm.config.parser import parse
 from gptlm.config.run import parse_pretrain
+from gptlm.config.sft import parse_merge, parse_sft
 from gptlm.config.tools import parse_preprocess, parse_tokenizer
 from tests.conftest import ROOT
 
@@ -28,6 +31,9 @@ PARSERS = {
     "preprocess_data": parse_preprocess,
     "train_tokenizer": parse_tokenizer,
     "predict_generation": parse_predict,
+    "finetune_generation": lambda words: parse_sft(words, {"WORLD_SIZE": "1"}),
+    "merge_lora": parse_merge,
+    "evaluate": lambda words: parse(EVALUATE, words),  # parse_evaluate reads the model's config
 }
 
 

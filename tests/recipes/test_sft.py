@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 
 import peft
@@ -312,3 +313,51 @@ def test_data_that_cannot_be_learnt(tune, tmp_path, words, data, says):
     with pytest.raises(GptlmError, match=says):
         tune(*words, data=tmp_path / "d.json" if data != "nowhere" else "no/where")
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+DOCUMENT = (
+    '--model_name_or_path gpt2-medium-en --output_dir "output/gpt3_hybrid" --per_device_train_batch_size 2 '
+    "--per_device_eval_batch_size 1 --tensor_parallel_degree 1 --pipeline_parallel_degree 1 --sequence_parallel 0 "
+    '--fp16 --fp16_opt_level "O2" --scale_loss 1024 --learning_rate 0.00001 --max_steps 10000 --save_steps 5000 '
+    "--weight_decay 0.01 --warmup_ratio 0.01 --max_grad_norm 1.0 --logging_steps 1 --dataloader_num_workers 1 "
+    '--sharding "stage2" --eval_steps 1000 --report_to "visualdl" --disable_tqdm true --recompute 1 '
+    "--gradient_accumulation_steps 2 --do_train --do_eval --device gpu"
+)
+
+
+@pytest.mark.parametrize("more", [(), ("--lora",)])
+def test_the_document_s_commands(model, tmp_path, more):
+    """As typed but for the model, the data and the number of steps; as typed, without network, one sentence."""
+    articles = [{"title": "t", "paragraphs": [{"context": f"the {word} ran", "qas": [
+        {"id": word, "question": f"what ran {word}", "answers": [{"text": word, "answer_start": 4}]}
+    ]} for word in WORDS]}]  # fmt: skip
+    (tmp_path / "dev.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    words = [*shlex.split(DOCUMENT), *more]
+    done = run_script("finetune_generation", *words, cwd=tmp_path, environment={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "gptlm sft: error: " in done.stderr, done.stderr
+    words += ["--model_name_or_path", model, "--dataset_name_or_path", tmp_path / "dev.json"]
+    words += ["--max_steps", 2, "--save_steps", 2, "--eval_steps", 2]
+    done = run_script("finetune_generation", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "global_step: 2," in done.stdout and "eval_bleu4" in done.stdout and "Traceback" not in done.stderr
+    stored = "adapter_model.safetensors" if more else "model.safetensors"
+    assert (tmp_path / "output" / "gpt3_hybrid" / stored).is_file()
+
+
+def test_an_argument_file_of_paddlenlp(model, examples, tmp_path):
+    """The keys of llm/config/gpt-3/sft_argument.json."""
+    arguments = {
+        "model_name_or_path": str(model), "dataset_name_or_path": str(examples), "output_dir": str(tmp_path / "o"),
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 8,
+        "eval_accumulation_steps": 16, "num_train_epochs": 1, "learning_rate": 3e-05, "warmup_steps": 2,
+        "logging_steps": 1, "evaluation_strategy": "epoch", "save_strategy": "epoch", "src_length": 30,
+        "max_length": 40, "fp16": True, "fp16_opt_level": "O2", "do_train": True, "do_eval": True,
+        "disable_tqdm": True, "load_best_model_at_end": True, "eval_with_do_generation": False,
+        "metric_for_best_model": "accuracy", "recompute": True, "save_total_limit": 1, "tensor_parallel_degree": 1,
+        "pipeline_parallel_degree": 1, "zero_padding": False, "use_flash_attention": False,
+    }  # fmt: skip
+    (tmp_path / "sft_argument.json").write_text(json.dumps(arguments))
+    done = run_script("finetune_generation", "sft_argument.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "o" / "all_results.json").read_text())
+    assert 0 <= results["eval_accuracy"] <= 1 and "eval_bleu4" not in results
