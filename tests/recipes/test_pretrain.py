@@ -265,7 +265,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_older_checkpoint_whole(tiny_
     run = f"""
 import resource, sys
 from transformers import TrainerCallback
-from gptlm.recipes import pretrain as recipe
+from gptlm.recipes import training as recipe
 class Full(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
