@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gptlm.errors import GptlmError
@@ -114,6 +114,12 @@ def test_adapters_that_do_not_fit(tiny_model, tmp_path):
         load_adapters(adapted(tiny_model, rank=2), folder)
     with pytest.raises(GptlmError, match="they have other targets or tokens"):
         load_adapters(adapted(tiny_model, (1,)), folder)
+    stored = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {name: value for name, value in stored.items() if ".h.1." not in name}, folder / "adapter_model.safetensors"
+    )
+    with pytest.raises(GptlmError, match=r"lack 8 tensors \(first: base_model.model.transformer.h.1"):
+        merged(load_model(str(tiny_model)), folder)
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 10)
     with pytest.raises(GptlmError, match="cannot be read"):
         StoredAdapters(folder)

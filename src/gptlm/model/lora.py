@@ -137,6 +137,11 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
     except Exception as error:  # PEFT raises many kinds
         reason = " ".join(str(error).split())[:300]
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason}") from error
+    names = StoredAdapters(folder).names
+    wanted = [file_name(name) for name, _ in adapted.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+    missing = [name for name in wanted if name not in names]
+    if missing:  # PEFT would leave them at their start, where they add nothing
+        raise GptlmError(f"the adapters in {folder} lack {len(missing)} tensors (first: {missing[0]}); were they cut?")
     return adapted.merge_and_unload()  # type: ignore[operator]
 
 
