@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlm.config.sft import parse_sft
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft import sft
 from tests.conftest import run_script
@@ -205,7 +205,7 @@ def test_merging_by_script(tune, tmp_path):
         (["--lora_path", "nowhere", "--output_path", "m"], "holds no adapters"),
         (
             ["--lora_path", "out", "--output_path", "m", "--model_name_or_path", "nowhere"],
-            "neither a folder nor a name",
+            "neither a folder nor a built-in name",
         ),
     ):
         done = run_script("merge_lora", *words, cwd=tmp_path)
@@ -361,3 +361,19 @@ def test_an_argument_file_of_paddlenlp(model, examples, tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "o" / "all_results.json").read_text())
     assert 0 <= results["eval_accuracy"] <= 1 and "eval_bleu4" not in results
+
+
+def test_there_is_no_test_split(model, examples, tmp_path):
+    words = [
+        "--model_name_or_path",
+        model,
+        "--dataset_name_or_path",
+        examples,
+        "--output_dir",
+        tmp_path,
+        "--do_predict",
+    ]
+    with pytest.raises(UsageError, match="has no test split; use --do_eval"):
+        parse_sft([str(word) for word in words], {})
+    run = parse_sft([*map(str, words), "--do_train"], {})
+    assert any("--do_predict has no effect" in note for note in run.notes)

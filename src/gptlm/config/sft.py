@@ -151,6 +151,10 @@ def _problems(parsed: Parsed) -> Iterator[str]:
     for name, lowest in least.items():
         if values[name] < lowest:
             yield f"{typed(parsed, name)} {values[name]}: expected at least {lowest}"
+    if values["do_predict"] and not (values["do_train"] or values["do_eval"]):
+        yield "do_predict: fine-tuning data has no test split; use --do_eval"
+    elif values["do_predict"]:
+        parsed.note("--do_predict has no effect: fine-tuning data has no test split")
     if not values["continue_training"]:
         yield "continue_training is off: fine-tuning starts from a model's weights; pretraining starts from random ones"
     if not values["lora_alpha"] > 0:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, snapshot_download
 
 from gptlm.errors import GptlmError
-from gptlm.model.presets import has_weights
+from gptlm.model.presets import PRESETS, has_weights
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
 MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
@@ -59,3 +59,22 @@ def _require_network() -> None:
         socket.create_connection((host.hostname, host.port or 443), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"no connection to {host.hostname}: {error.strerror or error}") from error
+
+
+def model_folder(name: str, hint: str = "") -> str:
+    """The local folder of the trained model `name`, a folder or a built-in name.
+
+    Args:
+        hint: added to the sentence that it is neither.
+
+    Raises:
+        GptlmError: if it is neither, a size without weights, or cannot be had.
+    """
+    if Path(name).is_dir():
+        return name
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
+    if preset.hub_id is None:
+        raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
+    return hub_folder(preset.hub_id, weights=True)

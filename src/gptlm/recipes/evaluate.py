@@ -24,8 +24,8 @@ from gptlm.inference.loading import load_for_inference
 from gptlm.inference.scoring import score
 from gptlm.inference.tasks import Cloze, Reading, Report, read_cloze, read_text
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.hub import hub_folder
-from gptlm.model.presets import PRESETS, has_weights, shape_of_config
+from gptlm.model.hub import model_folder
+from gptlm.model.presets import has_weights, shape_of_config
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
 from gptlm.training.logging import start_logging
@@ -87,8 +87,7 @@ def _device(kind: str) -> torch.device:
 
 def _source(name: str) -> str:
     """The folder of the model."""
-    hub_id = None if Path(name).is_dir() else PRESETS[name].hub_id
-    folder = name if hub_id is None else hub_folder(hub_id, weights=True)
+    folder = model_folder(name)
     if not has_weights(Path(folder)):
         raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
     return folder

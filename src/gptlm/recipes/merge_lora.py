@@ -7,11 +7,9 @@ import torch
 import transformers
 
 from gptlm.config.sft import MergeArguments
-from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
-from gptlm.model.hub import hub_folder
+from gptlm.model.hub import model_folder
 from gptlm.model.lora import merged, settings_of
-from gptlm.model.presets import PRESETS
 from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
@@ -32,16 +30,7 @@ def merge_lora(arguments: MergeArguments) -> None:
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
     base = arguments.model_name_or_path or settings_of(adapters).get("base_model_name_or_path") or ""
     check_output("output_path", output)
-    merge(_folder(base), adapters, output, getattr(torch, arguments.dtype))
-
-
-def _folder(base: str) -> str:
-    if Path(base).is_dir():
-        return base
-    preset = PRESETS.get(base)
-    if preset is None or preset.hub_id is None:
-        raise GptlmError(f"the model {base!r} is neither a folder nor a name with weights; give --model_name_or_path")
-    return hub_folder(preset.hub_id, weights=True)
+    merge(model_folder(base), adapters, output, getattr(torch, arguments.dtype))
 
 
 def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:

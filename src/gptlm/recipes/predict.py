@@ -19,9 +19,8 @@ from gptlm.inference.generation import Sampling, check_rows, continue_apart, con
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.streaming import Stream
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.hub import hub_folder
+from gptlm.model.hub import model_folder
 from gptlm.model.lora import settings_of
-from gptlm.model.presets import PRESETS
 from gptlm.recipes.machine import choose_machine, use_device
 from gptlm.training.logging import start_logging
 
@@ -81,7 +80,8 @@ def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokeniz
         adapters, name = name, settings_of(Path(name)).get("base_model_name_or_path") or ""
     elif adapters:
         settings_of(Path(adapters))
-    folder = _folder(name, adapters)
+    hint = f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
+    folder = model_folder(name, hint)
     machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
     return load_for_inference(folder, torch.device(machine.device), dtype=machine.dtype, lora_path=adapters)
@@ -178,19 +178,6 @@ def _prompt_of(line: str, place: str) -> str:
         return next(record[key] for key in PROMPT_KEYS if isinstance(record.get(key), str))
     except (ValueError, StopIteration, AttributeError) as error:
         raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}") from error
-
-
-def _folder(name: str, adapters: str | None) -> str:
-    """The local folder of the model `name`; `adapters` may be where the name comes from."""
-    if Path(name).is_dir():
-        return name
-    preset = PRESETS.get(name)
-    if preset is None:
-        hint = f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
-        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
-    if preset.hub_id is None:
-        raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
-    return hub_folder(preset.hub_id, weights=True)
 
 
 def _make_room(path: Path) -> None:
