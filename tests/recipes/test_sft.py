@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import shutil
 
@@ -16,6 +17,7 @@ from gptlm.config.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft import sft
+from gptlm.recipes.sft_data import load_data
 from tests.conftest import run_script
 
 WORDS = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden".split()
@@ -377,3 +379,79 @@ def test_there_is_no_test_split(model, examples, tmp_path):
         parse_sft([str(word) for word in words], {})
     run = parse_sft([*map(str, words), "--do_train"], {})
     assert any("--do_predict has no effect" in note for note in run.notes)
+
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}]
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(model, tmp_path):
+    """A copy of the model whose tokenizer has the template given, and a file of one conversation of `turns` turns."""
+
+    def make(template, turns=2):
+        folder = tmp_path / "chat"
+        shutil.copytree(model, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        data = tmp_path / "chat.jsonl"
+        data.write_text(json.dumps({"messages": CHAT * turns}))
+        argv = [*BASE, "--model_name_or_path", folder, "--dataset_name_or_path", data, "--output_dir", tmp_path / "out"]
+        return parse_sft([str(word) for word in argv], {}), tokenizer
+
+    return make
+
+
+def test_a_chat_template_gives_the_row_it_renders(chat):
+    """All turns in one row, id for id what the template renders; every answer and its end is learnt, nothing else."""
+    run, tokenizer = chat(CHATML)
+    (row,) = load_data(run, tokenizer).train[0]
+    end = tokenizer.eos_token
+    rendered = f"<user>the cat\n<assistant>sat on{end}\n<user>the cat\n<assistant>sat on{end}"
+    assert tokenizer.decode(row.ids.tolist()) == rendered
+    learnt = [tokenizer.decode(row.ids[row.learnt].tolist())]
+    assert learnt == [f"sat on{end}" * 2]
+    assert tokenizer.decode(row.ids[: row.prompt].tolist()) == rendered.removesuffix(f"sat on{end}")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no system turn') }}", "chat template refuses a conversation: no system turn"),
+        ("{{ messages | length }}{{ messages[-1]['content'] }}", "chat template changes earlier turns"),
+    ],
+)
+def test_chat_templates_that_do_not_serve(chat, template, says):
+    run, tokenizer = chat(template)
+    with pytest.raises(GptlmError, match=says):
+        load_data(run, tokenizer)
+
+
+def test_turns_without_room_are_counted(tune, tmp_path, capfd):
+    """A turn and its headings are more than 8 tokens, positions are 48: of nine turns at least three are left out."""
+    (tmp_path / "long.json").write_text(json.dumps([{"messages": CHAT * 9}] * 4))
+    tune(data=tmp_path / "long.json")
+    found = re.search(r"(\d+) turns at the ends of 4 train conversations are left out", "".join(capfd.readouterr()))
+    assert found and int(found[1]) >= 12
+
+
+def test_a_loss_of_exactly_0_is_spoken_of(tune, model, tmp_path, capfd):
+    """A model that is certain of the end-of-text token, and answers that are nothing else."""
+    shutil.copytree(model, tmp_path / "certain")
+    network = GPT2LMHeadModel.from_pretrained(model)
+    with torch.no_grad():
+        network.transformer.ln_f.weight.zero_()
+        network.transformer.ln_f.bias.zero_()[0] = 1e3
+        network.transformer.wte.weight[:, 0] = -1.0
+        network.transformer.wte.weight[0, 0] = 1.0
+    network.save_pretrained(tmp_path / "certain")
+    end = AutoTokenizer.from_pretrained(model).eos_token
+    (tmp_path / "ends.json").write_text(json.dumps([{"src": "the cat", "tgt": end}] * 4))
+    _, history = tune(base=tmp_path / "certain", data=tmp_path / "ends.json")
+    assert losses(history) == [0.0] * 6
+    said = "".join(capfd.readouterr())
+    assert said.count("the loss has been exactly 0 up to step 1") == said.count("exactly 0") == 1

@@ -25,11 +25,13 @@ class Row:
         ids: (n,) int32.
         learnt: (n,) bool; whether the id is a target.
         prompt: ids before the last answer, all of them given: what generation continues.
+        left_out: turns at the end of the conversation that had no room.
     """
 
     ids: np.ndarray
     learnt: np.ndarray
     prompt: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,18 @@ class Encoder:
         """Of (cue, prompt with cue, answer) each; turns that do not fit whole are left out, but for the first."""
         ids: list[int] = []
         learnt: list[bool] = []
-        prompt_end = 0
-        for cue, prompt, answer in turns:
+        prompt_end = left_out = 0
+        for number, (cue, prompt, answer) in enumerate(turns):
             source, target = self._cut(cue, prompt or [self.end], answer)
             if not target or (ids and len(source) + len(target) > self.lengths.total - len(ids)):
+                left_out = len(turns) - number
                 break
             prompt_end = len(ids) + len(source)
             ids += source + target
             learnt += [self.learn_prompts] * len(source) + [True] * len(target)
         if learnt:
             learnt[0] = False  # nothing foretells the first token
-        return Row(np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool), prompt_end)
+        return Row(np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool), prompt_end, left_out)
 
     def _cut(self, cue: list[int], prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
         """The prompt gives way to the answer; an answer that is cut does not end."""

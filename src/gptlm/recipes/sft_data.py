@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -205,20 +206,30 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
     """Turns in the tokenizer's chat template, or in plain headings where it has none."""
     if not tokenizer.chat_template:
         return plain_conversation(messages)
-    turns, before = [], ""
+    turns, before, end = [], "", str(tokenizer.eos_token)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = _rendered(tokenizer, messages[:number], True)
         whole = _rendered(tokenizer, messages[: number + 1], False)
-        answer = whole.removeprefix(prompt).removesuffix("\n").removesuffix(str(tokenizer.eos_token))
+        if not prompt.startswith(before) or not whole.startswith(prompt):
+            raise GptlmError(
+                f"the tokenizer's chat template changes earlier turns when turn {number + 1} is added, so that no "
+                "conversation can be learnt as one row; split conversations into prompt and response"
+            )
+        answer, found, rest = whole.removeprefix(prompt).rpartition(end)
+        if not found or rest.strip():  # the template puts no end-of-text token behind answers: the row gets one
+            answer, rest = answer + found + rest, ""
         turns.append(Turn(prompt.removeprefix(before), answer))
-        before = whole
+        before = whole.removesuffix(rest) if rest else whole
     return turns
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], prompt: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except TemplateError as error:
+        raise GptlmError(f"the tokenizer's chat template refuses a conversation: {error}") from error
 
 
 # What they become -------------------------------------------------------------------------------------------------
@@ -248,6 +259,12 @@ def _rows(encoder: Encoder, examples: list[Example], name: str) -> list[Row]:
         logger.warning(
             "%d of %d %s examples are left out, no token of an answer is in them: numbers %s%s",
             len(numbers), len(rows), name, ", ".join(numbers[:10]), more,
+        )  # fmt: skip
+    shortened = [row.left_out for row in kept if row.left_out]
+    if shortened:
+        logger.warning(
+            "%d turns at the ends of %d %s conversations are left out: --max_length has no room for them",
+            sum(shortened), len(shortened), name,
         )  # fmt: skip
     if rows and not kept:
         raise GptlmError(f"no {name} example has a token to learn; check --src_length, --tgt_length and --max_length")

@@ -62,6 +62,7 @@ class PretrainTrainer(SavingTrainer):
         self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
         self.loss_sum = loss_sum
         self.process_memory = process_memory
+        self._warned_of_zero = False
         self.throughput = Throughput(
             samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
         )
@@ -151,6 +152,13 @@ class PretrainTrainer(SavingTrainer):
             self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
             if not math.isfinite(pending):
                 raise GptlmError(self.trouble(f"the loss is {pending}"))
+            if pending == 0.0 and self.control.should_log and not self._warned_of_zero:
+                self._warned_of_zero = True
+                logger.warning(
+                    "the loss has been exactly 0 up to step %d: nothing is learnt; check what the targets are, and the "
+                    "precision",
+                    self.state.global_step,
+                )
         if self.loss_scale is not None and self.loss_scale.exhausted:
             raise GptlmError(self.trouble(f"gradients overflow at the lowest loss scale {self.loss_scale.value:g}"))
         started = time.perf_counter()
