@@ -84,9 +84,11 @@ def test_foreign_words_occur_in_the_spellings_only():
     foreign = {word for word in renamed - flags if "_" in word}
     # also words of HuggingFace's libraries, which are handed to them
     foreign -= {"eval_strategy", "max_new_tokens", "base_model_name_or_path", "eval_dataset"}
+    # also names of arguments of Python functions, which no command line is spelled with
+    foreign -= {"hidden_dropout", "attention_dropout", "seq_length", "num_workers", "deepspeed_config"}
     assert len(foreign) > 10
     for file in FILES:
-        if file.name == "spellings.py":
+        if file.name.startswith("spellings"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             word = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
-from gptlm.config.evaluation import EVALUATE, parse_evaluate
+from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
-from gptlm.config.generation import PREDICT, parse_predict
+from gptlm.config.generation import PREDICT, parse_predict, resolve_predict
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, Run, parse_pretrain
 from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft
@@ -34,8 +34,7 @@ With --print_config nothing is run: the resolved run, the origin of each value a
 
 
 def pretrain(argv: Sequence[str]) -> None:
-    printing = any(word in PRINT_CONFIG for word in argv)
-    words = [word for word in argv if word not in PRINT_CONFIG]
+    words, printing = _without_print_config(argv)
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
         _print_run(run)
@@ -47,8 +46,7 @@ def pretrain(argv: Sequence[str]) -> None:
 
 
 def sft(argv: Sequence[str]) -> None:
-    printing = any(word in PRINT_CONFIG for word in argv)
-    words = [word for word in argv if word not in PRINT_CONFIG]
+    words, printing = _without_print_config(argv)
     run = parse_sft(words, os.environ, printing=printing)
     if printing:
         _print_run(run)
@@ -81,7 +79,11 @@ def tokenizer(argv: Sequence[str]) -> None:
 
 
 def predict(argv: Sequence[str]) -> None:
-    arguments, notes = parse_predict(argv)
+    words, printing = _without_print_config(argv)
+    if printing:
+        print(resolve_predict(words, printing=True).as_json())
+        return
+    arguments, notes = parse_predict(words)
     see_one_card(arguments.device, os.environ)
     if arguments.serve:
         from gptlm.recipes.serve import serve
@@ -94,7 +96,11 @@ def predict(argv: Sequence[str]) -> None:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    arguments, notes = parse_evaluate(argv, int(os.environ.get("WORLD_SIZE", 1)))
+    words, printing = _without_print_config(argv)
+    if printing:
+        print(resolve_evaluate(words, printing=True).as_json())
+        return
+    arguments, notes = parse_evaluate(words, int(os.environ.get("WORLD_SIZE", 1)))
     see_one_card(arguments.device, os.environ)
     from gptlm.recipes.evaluate import evaluate as recipe
 
@@ -132,6 +138,11 @@ def data(argv: Sequence[str]) -> None:
         "convert": recipes.copy,
     }
     tools[tool](parsed)
+
+
+def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:
+    words = [word for word in argv if word not in PRINT_CONFIG]
+    return words, len(words) < len(argv)
 
 
 def _print_run(run: Run) -> None:

@@ -45,7 +45,7 @@ def test_the_default_length_is_at_most_1024(tmp_path):
 def test_the_stride_follows_short_windows_unless_it_was_asked_for(parsed):
     assert parsed("--task TEXT --eval_path f --max_seq_length 16")[0].overlapping_eval == 16
     assert parsed("--task TEXT --eval_path f --overlapping_eval none")[0].overlapping_eval == 64
-    with pytest.raises(UsageError, match=r"--overlapping_eval 17: expected 1 to max_seq_length \(16\)"):
+    with pytest.raises(UsageError, match=r"--overlapping_eval 17: expected 1 to --max_seq_length \(16\)"):
         parsed("--task TEXT --eval_path f --max_seq_length 16 --overlapping_eval 17")
 
 
@@ -99,10 +99,10 @@ def test_fleetx_s_words(parsed, words, task):
         ("--task TEXT --eval_path f --max_seq_length 32 --seq-length 16", "differ; give one"),
         ("--task TEXT --eval_path f --fp16 --bf16", "exclude each other"),
         ("--task TEXT --eval_path f --device tpu", "gptlm runs on gpu and cpu"),
-        ("--task TEXT --eval_path f --num-layers 24", "--num_layers 24: the model .* has 2"),
-        ("--task TEXT --eval_path f --hidden-size 24", "--hidden_size 24: the model .* has 32"),
-        ("--task TEXT --eval_path f --num-attention-heads 4", "--num_attention_heads 4: the model .* has 2"),
-        ("--task TEXT --eval_path f --max-position-embeddings 9", "--max_position_embeddings 9: the model .* has 64"),
+        ("--task TEXT --eval_path f --num-layers 24", "--num-layers 24: the model .* has 2"),
+        ("--task TEXT --eval_path f --hidden-size 24", "--hidden-size 24: the model .* has 32"),
+        ("--task TEXT --eval_path f --num-attention-heads 4", "--num-attention-heads 4: the model .* has 2"),
+        ("--task TEXT --eval_path f --max-position-embeddings 9", "--max-position-embeddings 9: the model .* has 64"),
         ("--task TEXT --eval_path f --tensor-model-parallel-size 2", "a model is not split for evaluation"),
         ("--task TEXT --eval_path f --overlaping_eval 2", "did you mean --overlapping_eval"),
     ],

@@ -39,7 +39,7 @@ def test_paddlenlp_s_readme_command_on_eight_processes():
     run = found["run"]
     wanted = {
         "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
-        "vocab_size": 50304, "max_position_embeddings": 1024, "world_size": 8, "data_parallel_degree": 8,
+        "vocab_size": 50304, "max_position_embeddings": 1024, "world_size": 8, "data_parallel_replicas": 8,
         "local_batch_size": 2, "global_batch_size": 16, "sharding": "stage2", "sharding_parallel_degree": 8,
         "warmup_steps": 100, "decay_steps": 10000, "fp16": True, "bf16": False, "fp16_opt_level": "O2",
         "scale_loss": 1024, "recompute": True, "recompute_granularity": "full", "eval_steps": 1000, "seed": 42,
@@ -57,7 +57,7 @@ def test_what_is_always_printed():
     always = (
         "model_name_or_path input_dir output_dir max_seq_length num_hidden_layers hidden_size num_attention_heads "
         "intermediate_size vocab_size max_position_embeddings per_device_train_batch_size gradient_accumulation_steps "
-        "local_batch_size global_batch_size world_size data_parallel_degree tensor_parallel_degree "
+        "local_batch_size global_batch_size world_size data_parallel_replicas tensor_parallel_degree "
         "pipeline_parallel_degree virtual_pp_degree sharding sharding_parallel_degree sequence_parallel fp16 bf16 "
         "fp16_opt_level scale_loss recompute recompute_granularity learning_rate min_learning_rate lr_scheduler_type "
         "warmup_steps decay_steps max_steps eval_steps save_steps logging_steps split seed data_order"
@@ -149,9 +149,9 @@ def test_folders_must_be_given_to_run_but_not_to_print(missing):
 
 def test_degrees_over_eight_processes():
     run = resolve(BASE + "--tensor_parallel_degree 2 --pipeline_parallel_degree 2 --sharding stage1", world=8)["run"]
-    assert (run["data_parallel_degree"], run["sharding_parallel_degree"]) == (2, 2)
+    assert (run["data_parallel_replicas"], run["sharding_parallel_degree"]) == (2, 2)
     refused(BASE + "--pipeline_parallel_degree 2 --sharding stage2", "please using sharding stage1", world=4)
-    refused(BASE + "--tensor_parallel_degree 3 --num_attention_heads 16", "multiple of tensor", world=3)
+    refused(BASE + "--tensor_parallel_degree 3 --num_attention_heads 16", "multiple of --tensor", world=3)
     refused(BASE + "--sharding stage1 --sharding_parallel_degree 3", "does not divide the 4", world=4)
     assert resolve(BASE + "--tensor_parallel_degree -1", world=2)["run"]["tensor_parallel_degree"] == 1
 

@@ -11,6 +11,8 @@ from typing import Any
 from gptlm.data.blocks import DOCUMENT_MASKINGS
 from gptlm.data.order import DATA_ORDERS
 
+LOG_FORMATS = ("paddlenlp", "fleetx-2022", "fleetx", "megatron", "oneflow", "oneflow-normal")
+
 
 def arg(default: Any, help: str, *, choices: tuple[str, ...] | None = None, words: bool = False) -> Any:
     """A flag. `choices` are checked by the parser; `words` lets the value be several blank-separated words."""
@@ -39,6 +41,9 @@ class ModelArguments:
     max_position_embeddings: int | None = arg(
         None, "longest sequence in tokens; unset: the model's, grown to max_seq_length with random weights"
     )
+    initializer_range: float | None = arg(
+        None, "standard deviation of random weights; unset: 0.02, or what the model's config says"
+    )
     hidden_dropout_prob: float | None = arg(
         None, "dropout of embeddings and feed-forward output; unset: 0.1, or what loaded weights say"
     )
@@ -65,7 +70,8 @@ class DataArguments:
         choices=DOCUMENT_MASKINGS,
     )
     eod_mask_loss: bool = arg(False, "do not train on the first token of a document, which nothing foretells")
-    eval_iters: int = arg(10, "batches per evaluation, always the same ones; the final test takes ten times as many")
+    eval_iters: int = arg(10, "batches per evaluation, always the same ones")
+    test_iters: int | None = arg(None, "batches of the final test; unset: ten times eval_iters")
     max_evaluate_steps: int = arg(-1, "upper limit of batches per evaluation; -1: none")
 
 
@@ -81,6 +87,8 @@ class ParallelArguments:
     sequence_parallel: bool = arg(False, "split activations along the sequence inside the tensor-parallel group")
     sharding: str = arg("", "stage1, stage2 or stage3, optionally with offload: what ZeRO shards", words=True)
     sharding_parallel_degree: int = arg(-1, "processes that share one copy of what is sharded; -1: all replicas")
+    data_parallel_degree: int = arg(-1, "groups of replicas, each of which shards on its own; -1: what is left")
+    adapt_dp: bool = arg(False, "take what is left where data_parallel_degree does not fit the number of processes")
     sharding_parallel_config: str = arg("", "names of sharding optimisations", words=True)
     deepspeed: str | None = arg(None, "a DeepSpeed configuration file")
     local_rank: int = arg(-1, "given by launchers; LOCAL_RANK in the environment is what counts")
@@ -100,6 +108,10 @@ class TrainingArguments:
     per_device_train_batch_size: int = arg(8, "micro-batch: samples in one forward pass on one process")
     per_device_eval_batch_size: int = arg(8, "samples in one evaluation batch on one process")
     gradient_accumulation_steps: int = arg(1, "micro-batches per optimizer step")
+    local_batch_size: int | None = arg(
+        None, "samples per optimizer step and replica; unset: micro-batch x accumulation"
+    )
+    global_batch_size: int | None = arg(None, "samples per optimizer step; unset: local batch x replicas")
     max_steps: int = arg(-1, "optimizer steps; -1: num_train_epochs passes over the training split")
     num_train_epochs: float = arg(1.0, "passes over the training split when max_steps is not given")
     learning_rate: float = arg(5e-5, "highest learning rate")
@@ -107,8 +119,9 @@ class TrainingArguments:
     lr_scheduler_type: str = arg(
         "linear",
         "shape of the schedule",
-        choices=("linear", "cosine", "constant", "constant_with_warmup", "polynomial"),
+        choices=("linear", "cosine", "oneflow_cosine", "constant", "constant_with_warmup", "polynomial"),
     )
+    lr_start_step: int = arg(1, "step that the first update counts as in linear and cosine schedules: 1, or 0 (rate 0)")
     warmup_steps: float = arg(0, "optimizer steps of linear warm-up; wins over the ratios")
     warmup_ratio: float = arg(0.0, "warm-up as a share of max_steps")
     warmup_fraction: float = arg(0.0, "warm-up as a share of decay_steps")
@@ -158,6 +171,7 @@ class TrainingArguments:
         None, "checkpoint folder to go on from, or true for the newest in output_dir (also the default)"
     )
     logging_steps: int = arg(500, "optimizer steps between log lines")
+    log_format: str = arg("paddlenlp", "whose log lines are printed", choices=LOG_FORMATS)
     logging_first_step: bool = arg(False, "log the first step too")
     logging_dir: str | None = arg(None, "folder for event files; unset: output_dir/runs/<date>_<host>")
     report_to: list[str] = arg(["visualdl"], "visualdl, tensorboard, wandb, all or none", words=True)

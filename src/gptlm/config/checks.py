@@ -1,6 +1,7 @@
 """What can be wrong with a run, said before anything heavy is imported or read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gptlm.config.parser import Parsed
 from gptlm.config.shapes import ModelSource
@@ -11,9 +12,7 @@ from gptlm.parallel.dims import ParallelDims
 
 TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
 AT_LEAST_ONE = (
-    "per_device_train_batch_size",
     "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
     "save_steps",
     "logging_steps",
     "virtual_pp_degree",
@@ -43,8 +42,8 @@ def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printin
 def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
     """What can be wrong with a run on token files alone."""
     values = parsed.values
-    for name in ("max_seq_length", "eval_iters"):
-        if values[name] < 1:
+    for name in ("max_seq_length", "eval_iters", "test_iters"):
+        if values[name] is not None and values[name] < 1:
             yield f"{typed(parsed, name)} {values[name]}: expected at least 1"
     try:
         parse_split(values["split"])
@@ -79,6 +78,10 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
     for name in ("warmup_ratio", "warmup_fraction"):
         if not 0 <= values[name] <= 1:
             yield f"{typed(parsed, name)} {values[name]:g}: expected a share between 0 and 1"
+    if values["lr_start_step"] not in (0, 1):
+        yield f"lr_start_step {values['lr_start_step']}: expected 0 or 1"
+    if values["initializer_range"] is not None and not 0 < values["initializer_range"] < float("inf"):
+        yield f"initializer_range {values['initializer_range']:g}: expected a finite number above 0"
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "adam_beta2"):
         if values[name] is not None and not 0 <= values[name] < 1:
             yield f"{typed(parsed, name)} {values[name]:g}: expected 0 or more and below 1"
@@ -151,6 +154,13 @@ def _parallel(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
                 else ("pipeline_parallel_degree x virtual_pp_degree")
             )
             yield f"{name} {values[name]} is not a multiple of {what} ({degree})"
+    if dims.pipeline > 1 and values["virtual_pp_degree"] > 1 and values["gradient_accumulation_steps"] % dims.pipeline:
+        steps = values["gradient_accumulation_steps"]
+        yield (
+            f"num of microbatches {steps} should be divisible of pp_degree {dims.pipeline} when using interleave "
+            f"pipeline\n  gradient_accumulation_steps {steps}, pipeline_parallel_degree {dims.pipeline}, "
+            f"virtual_pp_degree {values['virtual_pp_degree']}; raise the global batch size or set virtual_pp_degree 1"
+        )
     if "enable_dp_comm_overlap" in values["pipeline_parallel_config"] and dims.pipeline > 1 and dims.data > 1:
         yield "pipeline_parallel_config enable_dp_comm_overlap with data parallelism: overlap has accuracy issue"
 
@@ -172,6 +182,18 @@ def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
             f"(sharding {values['sharding']!r}, pipeline_parallel_degree {dims.pipeline})"
         )
     degree = values["sharding_parallel_degree"]
+    sharing = degree if stages else 1
+    if dims.data % sharing == 0 and not degrees_fit(values, dims):
+        groups = values["data_parallel_degree"]
+        needed = groups * sharing * dims.tensor * dims.pipeline
+        yield (
+            "unreasonable config of dist_strategy.\n"
+            f"  data_parallel_degree {groups} x sharding_parallel_degree {sharing} x tensor_parallel_degree "
+            f"{dims.tensor} x pipeline_parallel_degree {dims.pipeline} = {needed} is not the number of processes "
+            f"({dims.world}); "
+            f"launch {needed} (--world_size {needed} with --print_config), leave data_parallel_degree out, or add "
+            "--adapt_dp"
+        )
     if stages and dims.data % degree:
         yield (
             f"sharding_parallel_degree {degree} does not divide the {dims.data} data-parallel replicas "
@@ -184,6 +206,12 @@ def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
         )
     if values["sharding"] and values["deepspeed"]:
         yield (f"sharding {values['sharding']!r} and deepspeed {values['deepspeed']!r} both say how to shard; give one")
+
+
+def degrees_fit(values: Mapping[str, Any], dims: ParallelDims) -> bool:
+    """Whether groups of replicas and replicas per group give all replicas."""
+    sharing = max(values["sharding_parallel_degree"], 1) if values["sharding"] else 1
+    return values["data_parallel_degree"] * sharing == dims.data
 
 
 def _folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[str]:
@@ -218,6 +246,8 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
     for name in PARALLEL_WORDS:
         if values[name].strip():
             note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
+    if values["initializer_range"] is not None and values["continue_training"]:
+        note(f"{typed(parsed, 'initializer_range')} has no effect: the weights are loaded")
     if values["no_recompute_layers"] and not values["recompute"]:
         note("--no_recompute_layers has no effect: recompute is off")
     if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
@@ -226,8 +256,8 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         note("--amp_master_grad has no effect: gradients are float32 unless the level is O2")
     if values["min_learning_rate"] > values["learning_rate"]:
         note(
-            f"min_learning_rate {values['min_learning_rate']:g} is above learning_rate {values['learning_rate']:g}: "
-            "the rate goes up to it"
+            f"WARNING: min_learning_rate {values['min_learning_rate']:g} is above learning_rate "
+            f"{values['learning_rate']:g}: after the warm-up the rate goes up to it; were they swapped?"
         )
     if values["max_steps"] > 0 and values["warmup_steps"] > values["max_steps"]:
         note(f"warmup_steps {values['warmup_steps']:g} is above max_steps {values['max_steps']}: warm-up never ends")
@@ -241,8 +271,7 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
 
 def typed(parsed: Parsed, name: str) -> str:
     """The flag in the user's own word where there is one."""
-    source = parsed.sources[name]
-    return source if source.startswith("--") else name
+    return parsed.typed.get(name, name)
 
 
 def device_known(device: str) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 from gptlm.config import spellings
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
+from gptlm.config.fleetx_words import evaluation_words
+from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError
@@ -84,6 +86,7 @@ EVALUATE = Vocabulary(
     spellings.EVALUATE_RENAMED,
     spellings.EVALUATE_IGNORED,
     spellings.EVALUATE_REFUSED,
+    sections=evaluation_words,
 )
 
 
@@ -94,16 +97,38 @@ def parse_evaluate(argv: Sequence[str], processes: int = 1) -> tuple[EvaluateArg
         UsageError: listing everything that is wrong.
         GptlmError: if the model's config cannot be read.
     """
+    parsed = resolve_evaluate(argv, processes)
+    return build(EvaluateArguments, parsed.values), tuple(parsed.notes)
+
+
+def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool = False) -> Parsed:
+    """The command with everything filled in.
+
+    Args:
+        printing: for --print_config: a missing model is noted.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+        GptlmError: if the model's config cannot be read.
+    """
     parsed = parse(EVALUATE, argv)
     _settle_task(parsed)
-    problems = [*_numbers(parsed), *_missing(parsed), *_device(parsed, processes)]
+    problems = [*_numbers(parsed), *_missing(parsed, printing), *_device(parsed, processes)]
+    if parsed.refusals and not printing:
+        problems += parsed.refusals
+    _refuse(problems, parsed)
+    name = parsed.values["model_name_or_path"]
+    if printing and not (name in PRESETS or Path(name or "").is_dir()):
+        parsed.note(f"the model {name} is not there: sizes and lengths are not checked")
+    else:
+        shape = _shape(name)
+        _refuse([*_sizes(parsed, shape), *_lengths(parsed, shape)], parsed)
+    return parsed
+
+
+def _refuse(problems: list[str], parsed: Parsed) -> None:
     if problems:
-        raise UsageError("\n".join(problems))
-    shape = _shape(parsed.values["model_name_or_path"])
-    problems = [*_sizes(parsed, shape), *_lengths(parsed, shape)]
-    if problems:
-        raise UsageError("\n".join(problems))
-    return build(EvaluateArguments, parsed.values), tuple(parsed.notes)
+        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in problems))
 
 
 def _settle_task(parsed: Parsed) -> None:
@@ -124,10 +149,10 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
             yield f"--{name} {parsed.values[name]}: expected at least 1"
 
 
-def _missing(parsed: Parsed) -> Iterator[str]:
+def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
     """Flags that the task needs, and given ones that another task needs."""
     values = parsed.values
-    if not values["model_name_or_path"]:
+    if not values["model_name_or_path"] and not printing:
         yield "--model_name_or_path is missing: the folder of a trained model"
     if values["task"] == "DATA":
         if not values["input_dir"]:

@@ -8,6 +8,8 @@ from typing import Any
 from gptlm.config import spellings
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
+from gptlm.config.fleetx_words import generation_words
+from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 
@@ -54,8 +56,14 @@ class PredictArguments:
     port: int = arg(7860, "with serve: port the page listens on")
 
 
+FLEETX_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
+
 PREDICT = Vocabulary(
-    (PredictArguments,), spellings.PREDICT_RENAMED, spellings.PREDICT_IGNORED, spellings.PREDICT_REFUSED
+    (PredictArguments,),
+    spellings.PREDICT_RENAMED,
+    spellings.PREDICT_IGNORED,
+    spellings.PREDICT_REFUSED,
+    sections=generation_words,
 )
 
 WITH = {  # flags -> the flag without which they have no effect
@@ -67,16 +75,38 @@ WITH = {  # flags -> the flag without which they have no effect
 
 def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...]]:
     """The arguments and the lines to log. Raises UsageError listing everything that is wrong."""
+    parsed = resolve_predict(argv)
+    return build(PredictArguments, parsed.values), tuple(parsed.notes)
+
+
+def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
+    """The command with everything filled in.
+
+    Args:
+        printing: for --print_config: a missing model is noted.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
     parsed = parse(PREDICT, argv)
+    if parsed.from_sections and not parsed.values["prompt"] and not parsed.values["input_file"]:
+        parsed.set("prompt", [FLEETX_PROMPT], "default of fleetx")
     problems = [*_ranges(parsed.values), *_strategy(parsed), *_combinations(parsed.values)]
+    if parsed.refusals and not printing:
+        problems += parsed.refusals
+    if not parsed.values["model_name_or_path"]:
+        missing = f"{parsed.typed_as('model_name_or_path')} is empty: give --model_name_or_path, the folder of a model"
+        if not printing:
+            raise UsageError(missing)
+        parsed.note(missing)
     if problems:
-        raise UsageError("\n".join(problems))
+        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in problems))
     used = {**parsed.values, "num_beams": parsed.values["num_beams"] > 1}
     for flag, names in WITH.items():
         given = [name for name in names if parsed.sources[name] != "default"]
         if given and not used[flag] and not (parsed.values["serve"] and flag == "do_sample"):
             parsed.note(f"{', '.join('--' + name for name in given)} has no effect without --{flag}")
-    return build(PredictArguments, parsed.values), tuple(parsed.notes)
+    return parsed
 
 
 def _ranges(values: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The door: words of a command line or a JSON file become typed values of known flags, each with its origin.
+"""The door: words of a command line, a JSON or a YAML file become typed values of known flags, each with its origin.
 
 A word is spelled as one of our flags, or as a foreign word of spellings.py that is renamed, noted or refused, or it
 is an error that names the nearest known word. Everything wrong is reported at once.
@@ -7,11 +7,12 @@ is an error that names the nearest known word. Everything wrong is reported at o
 import difflib
 import json
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from gptlm.config.command_line import Sections, read_words
+from gptlm.config.word import Word
 from gptlm.errors import UsageError
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -29,12 +30,16 @@ class Vocabulary:
         renamed: foreign word -> flag.
         ignored: foreign word -> why it has no effect.
         refused: foreign word -> (values that ask for nothing, why anything else is refused).
+        respelled: foreign word -> {value there: value here}.
+        sections: what a FleetX configuration says to this command; None: it reads none.
     """
 
     groups: tuple[type, ...]
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sections: Sections | None = None
 
     def flags(self) -> dict[str, tuple[Field, Any]]:
         """Name -> (field, type) of every flag."""
@@ -53,18 +58,37 @@ class Vocabulary:
 class Parsed:
     """Values by flag, where each came from ("default", the word as typed, a file), and lines for the log.
 
-    `words` holds, for each flag that was given, the known word that gave it, which may be a foreign one.
+    Attributes:
+        words: for each flag that was given, the known word that gave it, which may be a foreign one.
+        typed: for each flag that was given, how it is called in messages.
+        spoken: every known word that was used.
+        refusals: why the run can be shown but not started.
+        from_sections: a FleetX configuration was read.
     """
 
     values: dict[str, Any]
     sources: dict[str, str]
     notes: list[str]
     words: dict[str, str] = field(default_factory=dict)
+    typed: dict[str, str] = field(default_factory=dict)
+    spoken: set[str] = field(default_factory=set)
+    refusals: list[str] = field(default_factory=list)
+    from_sections: bool = False
 
     def set(self, name: str, value: Any, source: str) -> None:
         """Fill in what follows from other flags."""
         self.values[name] = value
         self.sources[name] = source
+
+    def typed_as(self, name: str) -> str:
+        """The flag as the user wrote it, or its name."""
+        return self.typed.get(name, f"--{name}")
+
+    def as_json(self) -> str:
+        """Values, the origin of each, and the lines for the log."""
+        refusals = [f"this version refuses to run it: {line}" for line in self.refusals]
+        notes = [*self.notes, *refusals]
+        return json.dumps({"run": self.values, "from": self.sources, "notes": notes}, indent=1)
 
     def note(self, line: str) -> None:
         """Add a line for the log, once."""
@@ -72,17 +96,8 @@ class Parsed:
             self.notes.append(line)
 
 
-@dataclass(frozen=True)
-class Word:
-    """One flag as written: its name with underscores, its values, and its place for messages."""
-
-    name: str
-    values: tuple[str, ...]
-    place: str
-
-
 def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
-    """Parse `argv`, which may start with a JSON file.
+    """Parse `argv`. A file (leading, or after -c) gives values, flags on the command line win over it.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -91,7 +106,12 @@ def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
     values = {name: _default(f) for name, (f, _) in flags.items()}
     parsed = Parsed(values, dict.fromkeys(values, "default"), [])
     problems: list[str] = []
-    for word in _split(argv, problems):
+    found = read_words(list(argv), vocabulary.sections)
+    parsed.notes += found.notes
+    parsed.refusals += found.refusals
+    parsed.from_sections = found.from_sections
+    problems += found.problems
+    for word in found.words:
         try:
             _take(word, vocabulary, flags, parsed)
         except UsageError as error:
@@ -108,7 +128,8 @@ def build(group: type, values: Mapping[str, Any]) -> Any:
 
 def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
     """The text of --help: every flag with its meaning and default."""
-    lines = [f"usage: {program} [FILE.json] [--flag value ...]", "", *summary.splitlines()]
+    lines = [f"usage: {program} [FILE.json | -c FILE.yaml [-o KEY=VALUE ...]] [--flag value ...]"]
+    lines += ["", *summary.splitlines()]
     for group in vocabulary.groups:
         lines += ["", (group.__doc__ or "").strip()]
         hints = get_type_hints(group)
@@ -123,65 +144,26 @@ def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _split(argv: Sequence[str], problems: list[str]) -> Iterable[Word]:
-    """Words of the command line in order; those of a leading JSON file come first."""
-    rest = list(argv)
-    if rest and not rest[0].startswith("-") and rest[0].endswith(".json"):
-        yield from _json_words(rest.pop(0))
-    while rest:
-        token = rest.pop(0)
-        if not token.startswith("--") or token == "--":
-            problems.append(f"unexpected word {token!r}: flags start with --, values with blanks need quotes")
-            continue
-        name, equals, value = token[2:].partition("=")
-        if equals:
-            yield Word(_canonical(name), (value,), f"--{name}")
-            continue
-        taken = []
-        while rest and not rest[0].startswith("--"):
-            taken.append(rest.pop(0))
-        yield Word(_canonical(name), tuple(taken), f"--{name}")
-
-
-def _json_words(path: str) -> Iterable[Word]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"cannot read the argument file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"the argument file {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"the argument file {path} holds no JSON object of flag -> value")
-    for name, value in content.items():
-        if value is None:
-            continue  # null means: as if the flag were not there
-        items = value if isinstance(value, list) else [value]
-        if any(isinstance(item, (dict, list)) for item in items):
-            raise UsageError(f"{path}: {name!r} holds a nested value; expected a string, number, boolean or list")
-        texts = tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
-        yield Word(_canonical(name), texts, f"{path}: {name}")
-
-
-def _canonical(name: str) -> str:
-    return name.replace("-", "_")
-
-
 def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]], parsed: Parsed) -> None:
     known, negated = _resolve(word, vocabulary, flags, parsed)
     name = vocabulary.renamed.get(known, known)
+    parsed.spoken.add(known)
     if name in vocabulary.ignored:
-        parsed.note(f"{word.place} has no effect here: {vocabulary.ignored[name]}")
+        parsed.note(f"{word.typed} has no effect here: {vocabulary.ignored[name]}")
         return
     if name in vocabulary.refused:
         off, reason = vocabulary.refused[name]
         asked = " ".join(word.values) if word.values else "true"
         if asked.lower() not in off:
-            raise UsageError(f"{word.place} {asked}: {reason}")
+            raise UsageError(f"{word.typed} {asked}: {reason}")
         return
+    spellings = vocabulary.respelled.get(known, {})
+    word = replace(word, values=tuple(spellings.get(value.lower(), value) for value in word.values))
     f, kind = flags[name]
     value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
-    parsed.set(name, value, word.place.split(": ")[0])
+    parsed.set(name, value, word.place)
     parsed.words[name] = known
+    parsed.typed[name] = word.typed
 
 
 def _resolve(
@@ -192,7 +174,7 @@ def _resolve(
     name = word.name
     if name not in known and name.startswith("no_") and name[3:] in flags:
         if not _is_bool(flags[name[3:]][1]):
-            raise UsageError(f"{word.place}: {name[3:]} is no switch that can be turned off")
+            raise UsageError(f"{word.typed}: {name[3:]} is no switch that can be turned off")
         return name[3:], True
     if name not in known:
         matches = sorted(candidate for candidate in known if candidate.startswith(name))
@@ -200,16 +182,16 @@ def _resolve(
         if not matches:
             raise UsageError(_unknown(word, known))
         if len(meant) > 1:
-            raise UsageError(f"{word.place} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")
+            raise UsageError(f"{word.typed} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")
         name = matches[0]
-        parsed.note(f"{word.place} is taken as --{name}")
+        parsed.note(f"{word.typed} is taken as --{name}")
     return name, False
 
 
 def _unknown(word: Word, known: set[str]) -> str:
     near = difflib.get_close_matches(word.name, sorted(known), n=1, cutoff=0.75)
     hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
-    return f"{word.place} is unknown{hint}"
+    return f"{word.typed} is unknown{hint}"
 
 
 def _cast(word: Word, f: Field, kind: Any) -> Any:
@@ -219,18 +201,18 @@ def _cast(word: Word, f: Field, kind: Any) -> Any:
     if _is_bool(kind):
         return _cast_bool(word)
     if not word.values:
-        raise UsageError(f"{word.place} needs a value ({f.metadata['help']})")
+        raise UsageError(f"{word.typed} needs a value ({f.metadata['help']})")
     if len(word.values) > 1 and not f.metadata["words"]:
         raise UsageError(
-            f"{word.place}: unexpected word {word.values[1]!r} after {word.values[0]!r}; quote values with blanks"
+            f"{word.typed}: unexpected word {word.values[1]!r} after {word.values[0]!r}; quote values with blanks"
         )
-    value = _cast_scalar(" ".join(word.values), kind, word.place)
+    value = _cast_scalar(" ".join(word.values), kind, word.typed)
     choices = f.metadata["choices"]
     if choices and value is not None:
         text = str(value).strip("'\"")
         value = next((choice for choice in choices if choice.lower() == text.lower()), None)
         if value is None:
-            raise UsageError(f"{word.place} {text!r}: expected one of {', '.join(choices)}")
+            raise UsageError(f"{word.typed} {text!r}: expected one of {', '.join(choices)}")
     return value
 
 
@@ -240,7 +222,7 @@ def _cast_list(word: Word, f: Field, kind: Any) -> list:
     if f.metadata["words"]:
         items = [item.strip("'\"[]") for value in items for item in value.replace(",", " ").split()]
         items = [item for item in items if item]
-    return [_cast_scalar(item, kind, word.place) for item in items]
+    return [_cast_scalar(item, kind, word.typed) for item in items]
 
 
 def _cast_scalar(text: str, kind: Any, place: str) -> Any:
@@ -273,7 +255,7 @@ def _cast_bool(word: Word) -> bool:
         return True
     if text in FALSE:
         return False
-    raise UsageError(f"{word.place} {text!r}: expected true or false (also 1/0, yes/no)")
+    raise UsageError(f"{word.typed} {text!r}: expected true or false (also 1/0, yes/no)")
 
 
 def _base(kind: Any) -> tuple[Any, bool]:

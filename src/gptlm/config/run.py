@@ -6,21 +6,35 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptlm.config import spellings
+from gptlm.config import spellings, spellings_megatron
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
-from gptlm.config.checks import not_built, pretrain_problems, problems_of
+from gptlm.config.checks import degrees_fit, not_built, pretrain_problems, problems_of
+from gptlm.config.dialects import DialectArguments, resolve_dialect, wanted_processes
+from gptlm.config.fleetx_words import training_words
+from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.config.resolving import (
+    resolve_batch,
+    resolve_degrees,
+    resolve_schedule,
+    resolve_strategies,
+    resolve_world,
+)
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
 from gptlm.errors import UsageError
 from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims
 
+TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
+
 PRETRAIN = Vocabulary(
-    groups=(ModelArguments, DataArguments, ParallelArguments, TrainingArguments),
-    renamed=spellings.PRETRAIN_RENAMED,
-    ignored=spellings.PRETRAIN_IGNORED,
-    refused=spellings.PRETRAIN_REFUSED,
+    groups=(ModelArguments, DataArguments, ParallelArguments, TrainingArguments, DialectArguments),
+    renamed=spellings.PRETRAIN_RENAMED | spellings_megatron.RENAMED,
+    ignored=spellings.PRETRAIN_IGNORED | spellings_megatron.IGNORED,
+    refused=spellings.PRETRAIN_REFUSED | spellings_megatron.REFUSED,
+    respelled=spellings_megatron.VALUES,
+    sections=training_words,
 )
 
 
@@ -57,20 +71,26 @@ class Run:
         """All flags of the run."""
         return (self.model, self.parallel, self.training)
 
+    def as_arguments(self) -> str:
+        """The run as a JSON argument file; what belongs to one start alone is left out."""
+        once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir")
+        values = {name: value for group in self.groups for name, value in asdict(group).items()}
+        kept = {name: value for name, value in values.items() if value is not None and name not in once}
+        return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+
     def as_json(self) -> str:
         """The run, the origin of each value, and the notes, as one JSON object."""
         values = {name: value for group in self.groups for name, value in asdict(group).items()}
         derived = {
             "world_size": (self.dims.world, self.sources["world_size"]),
-            "data_parallel_degree": (
+            "data_parallel_replicas": (
                 self.dims.data,
                 f"derived: {self.dims.world} / ({self.dims.tensor} x {self.dims.pipeline})",
             ),
-            "local_batch_size": (self.batch.local, f"derived: {self.batch.micro} x {self.batch.accumulation}"),
-            "global_batch_size": (self.batch.total, f"derived: {self.batch}"),
         }
         values |= {name: value for name, (value, _) in derived.items()}
         sources = self.sources | {name: source for name, (_, source) in derived.items()}
+        sources = {name: source for name, source in sources.items() if name in values}
         refusals = [f"this version refuses to run it: {line}" for line in self.refusals]
         run = {name: _plain(value) for name, value in values.items()}
         return json.dumps({"run": run, "from": sources, "notes": [*self.notes, *refusals]}, indent=1)
@@ -81,9 +101,14 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainRun(Run):
-    """A run on token files."""
+    """A run on token files.
+
+    Attributes:
+        launch: its processes are still to be started.
+    """
 
     data: DataArguments
+    launch: bool = False
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -92,8 +117,17 @@ class PretrainRun(Run):
     @property
     def eval_batches(self) -> int:
         """Batches of one evaluation on each process."""
+        return self._limited(self.data.eval_iters)
+
+    @property
+    def test_batches(self) -> int:
+        """Batches of the final test on each process."""
+        own = self.data.test_iters
+        return self._limited(self.data.eval_iters) * TEST_FACTOR if own is None else self._limited(own)
+
+    def _limited(self, batches: int) -> int:
         limit = self.data.max_evaluate_steps
-        return min(self.data.eval_iters, limit) if limit > 0 else self.data.eval_iters
+        return min(batches, limit) if limit > 0 else batches
 
 
 def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> PretrainRun:
@@ -106,21 +140,46 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         UsageError: listing everything that is wrong.
     """
     parsed = parse(PRETRAIN, argv)
+    dialect = resolve_dialect(parsed)
+    launch = _resolve_wanted(parsed, environment, printing)
     resolve_world(parsed, environment, printing)
     resolve_strategies(parsed)
     _resolve_weights(parsed)
     source = find_model(parsed)
-    fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing))
-    return PretrainRun(data=build(DataArguments, parsed.values), **fields)
+    fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing), dialect)
+    return PretrainRun(data=build(DataArguments, parsed.values), launch=launch, **fields)
+
+
+def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> bool:
+    """Whether the processes that the command asks for are still to be started."""
+    wanted, given = wanted_processes(parsed.values), environment.get("WORLD_SIZE")
+    if wanted is None:
+        return False
+    source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
+    if given is None:
+        if printing and parsed.values["world_size"] is None:
+            parsed.set("world_size", wanted, source)
+        return wanted > 1 and not printing
+    if given.strip().isdigit() and int(given) != wanted:
+        raise UsageError(
+            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x num_nodes "
+            f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
+        )
+    return False
 
 
 def resolve(
-    parsed: Parsed, source: ModelSource, printing: bool, own_problems: Callable[[], Iterable[str]]
+    parsed: Parsed,
+    source: ModelSource,
+    printing: bool,
+    own_problems: Callable[[], Iterable[str]],
+    dialect: str = "paddlenlp",
 ) -> dict[str, Any]:
     """The fields of `Run`, after every check.
 
     Args:
         own_problems: what can be wrong with this kind of run alone; called when everything is resolved.
+        dialect: whose batches evaluations read.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -132,12 +191,26 @@ def resolve(
     except UsageError as error:
         problems.append(str(error))
     values = parsed.values
-    dims = ParallelDims.of(values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"])
-    _resolve_degrees(parsed, dims)
+    try:
+        dims = ParallelDims.of(
+            values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"]
+        )
+    except UsageError as error:
+        raise UsageError("\n".join(in_user_words(line, parsed) for line in (*problems, str(error)))) from error
+    resolve_degrees(parsed, dims)
+    if degrees_fit(values, dims):
+        try:
+            resolve_batch(parsed, dims, dialect)
+        except UsageError as error:
+            problems.append(str(error))
     resolve_schedule(parsed)
     problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
+    if parsed.refusals and (problems or shape is None) and not printing:
+        problems = list(parsed.refusals)
     if problems or shape is None:
-        raise UsageError("\n".join(problems))
+        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in dict.fromkeys(problems)))
+    if source.kind == "flags":
+        parsed.set("model_name_or_path", None, "derived: sizes are given")
     return {
         "model": build(ModelArguments, values),
         "parallel": build(ParallelArguments, values),
@@ -147,7 +220,7 @@ def resolve(
         "dims": dims,
         "sources": parsed.sources,
         "notes": tuple(parsed.notes),
-        "refusals": tuple(not_built(dims)),
+        "refusals": (*parsed.refusals, *not_built(dims)),
     }
 
 
@@ -171,83 +244,6 @@ def with_epochs_counted(run: AnyRun, steps_per_epoch: int) -> AnyRun:
     resolve_schedule(parsed)
     training = build(TrainingArguments, parsed.values)
     return replace(run, training=training, sources=parsed.sources, notes=run.notes + tuple(parsed.notes))
-
-
-def resolve_schedule(parsed: Parsed) -> None:
-    """Warm-up, decay and evaluation steps, as soon as max_steps is known."""
-    values = parsed.values
-    steps = values["max_steps"]
-    if steps < 1:
-        return
-    if values["decay_steps"] is None:
-        parsed.set("decay_steps", steps, "derived: max_steps")
-    if values["warmup_steps"] > 0:
-        for name in ("warmup_ratio", "warmup_fraction"):
-            if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
-                parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
-    elif values["warmup_ratio"]:
-        source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"
-        parsed.set("warmup_steps", values["warmup_ratio"] * steps, source)
-    elif values["warmup_fraction"]:
-        source = f"derived: warmup_fraction {values['warmup_fraction']:g} x decay_steps {values['decay_steps']:g}"
-        parsed.set("warmup_steps", values["warmup_fraction"] * values["decay_steps"], source)
-    times = values["minimum_eval_times"]
-    if times and values["eval_steps"] and values["eval_steps"] > max(1, steps // times):
-        parsed.set("eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
-
-
-def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
-    if parsed.values["world_size"] is not None and not printing:
-        raise UsageError(
-            f"--world_size {parsed.values['world_size']} goes with --print_config only; the launcher sets the number "
-            "of processes: torchrun --nproc_per_node N scripts/run_pretrain.py ..."
-        )
-    if parsed.values["world_size"] is None:
-        given = environment.get("WORLD_SIZE", "").strip()
-        if given and not given.isdigit():
-            raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
-        parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
-    if parsed.values["world_size"] < 1:
-        raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
-
-
-def _resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
-    values = parsed.values
-    for name, degree in (("tensor_parallel_degree", dims.tensor), ("pipeline_parallel_degree", dims.pipeline)):
-        if values[name] != degree:
-            parsed.set(name, degree, "derived: below 1 means 1")
-    if values["sharding"].lower() in ("true", "1"):
-        parsed.set("sharding", "stage1", parsed.sources["sharding"])
-    if values["sharding"].lower() in ("false", "0", "none"):
-        parsed.set("sharding", "", parsed.sources["sharding"])
-    if values["sharding"] and dims.data == 1 and values["sharding_parallel_degree"] > 1:
-        parsed.note(f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect: one replica")
-        parsed.set("sharding_parallel_degree", 1, "derived: one data-parallel replica")
-    if values["sharding_parallel_degree"] < 1:
-        degree = dims.data if values["sharding"] else 1
-        source = f"derived: {dims.data} data-parallel replicas" if values["sharding"] else "derived: no sharding"
-        parsed.set("sharding_parallel_degree", degree, source)
-
-
-def resolve_strategies(parsed: Parsed) -> None:
-    values = parsed.values
-    if values["do_train"] is None:
-        only_evaluate = values["do_eval"] or values["do_predict"]
-        parsed.set("do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
-    if values["evaluation_strategy"] in (None, "no") and values["do_eval"] and values["do_train"]:
-        if values["evaluation_strategy"] == "no":
-            parsed.note("--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
-        parsed.set("evaluation_strategy", "steps", "derived: do_eval")
-    if values["evaluation_strategy"] is None:
-        parsed.set("evaluation_strategy", "no", "derived: no do_eval")
-    if values["evaluation_strategy"] != "no" and not values["do_eval"]:
-        parsed.set("do_eval", True, "derived: evaluation_strategy")
-    if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
-        parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
-    if values["disable_tqdm"] is None:
-        parsed.values["disable_tqdm"] = False
-    if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
-        parsed.set("metric_for_best_model", "loss", "derived: load_best_model_at_end")
 
 
 def _resolve_weights(parsed: Parsed) -> None:

@@ -8,7 +8,8 @@ from gptlm.config import spellings
 from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
 from gptlm.config.checks import typed
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.config.run import Run, resolve, resolve_strategies, resolve_world
+from gptlm.config.resolving import resolve_strategies, resolve_world
+from gptlm.config.run import Run, resolve
 from gptlm.config.shapes import ModelSource, find_model
 from gptlm.errors import UsageError
 

@@ -29,9 +29,10 @@ def new_model(
     hidden_dropout: float = 0.1,
     attention_dropout: float = 0.1,
     eos_token_id: int | None = None,
+    initializer_range: float | None = None,
 ) -> GPTLMHeadModel:
     """A network of `shape` with random float32 weights, drawn from torch's global generator."""
-    model = blank_model(new_config(shape, hidden_dropout, attention_dropout, eos_token_id))
+    model = blank_model(new_config(shape, hidden_dropout, attention_dropout, eos_token_id, initializer_range))
     filled: set[nn.Parameter] = set()
     for module in model.modules():
         own = set(module.parameters(recurse=False)) - filled
@@ -49,7 +50,13 @@ def blank_model(config: GPT2Config) -> GPTLMHeadModel:
     return model
 
 
-def new_config(shape: Shape, hidden_dropout: float, attention_dropout: float, eos_token_id: int | None) -> GPT2Config:
+def new_config(
+    shape: Shape,
+    hidden_dropout: float,
+    attention_dropout: float,
+    eos_token_id: int | None,
+    initializer_range: float | None = None,
+) -> GPT2Config:
     """The configuration of a network of `shape`."""
     config = GPT2Config(
         vocab_size=shape.vocab_size,
@@ -62,6 +69,8 @@ def new_config(shape: Shape, hidden_dropout: float, attention_dropout: float, eo
         eos_token_id=eos_token_id,
     )
     _set_dropout(config, hidden_dropout, attention_dropout)
+    if initializer_range is not None:
+        config.initializer_range = initializer_range
     return config
 
 

@@ -80,7 +80,7 @@ def make_model(
     eos_token_id = tokenizer.eos_token_id if tokenizer else None
     dropouts = (0.1 if hidden is None else hidden, 0.1 if attention is None else attention)
     if deepspeed is not None and stage_of(deepspeed) == 3:
-        stored, config = None, new_config(run.shape, *dropouts, eos_token_id)
+        stored, config = None, new_config(run.shape, *dropouts, eos_token_id, run.model.initializer_range)
         if run.model.continue_training:
             folder = weights_folder(run)
             stored, config = StoredWeights(folder), loaded_config(folder, hidden, attention, run.shape.vocab_size)
@@ -94,7 +94,11 @@ def make_model(
         )
     else:
         model = new_model(
-            run.shape, hidden_dropout=dropouts[0], attention_dropout=dropouts[1], eos_token_id=eos_token_id
+            run.shape,
+            hidden_dropout=dropouts[0],
+            attention_dropout=dropouts[1],
+            eos_token_id=eos_token_id,
+            initializer_range=run.model.initializer_range,
         )
     training = run.training
     granularity = training.recompute_granularity if training.recompute else None

@@ -1,6 +1,7 @@
 """Pretraining, from a checked run to a saved model: data -> model -> trainer -> train -> save -> metrics."""
 
 import logging
+from pathlib import Path
 
 from transformers import set_seed
 
@@ -11,7 +12,6 @@ from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.model import find_tokenizer, make_model
 from gptlm.recipes.pretrain_data import (
-    TEST_FACTOR,
     Datasets,
     build_datasets,
     collator,
@@ -27,6 +27,8 @@ from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.start import output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, schedule, train, trainer_arguments
 from gptlm.training import checkpoint
+from gptlm.training.log_formats import flops_per_sample
+from gptlm.training.results import summary_table
 from gptlm.training.trainer import PretrainTrainer
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ def _run(
         processing_class=tokenizer,
         schedule=schedule(run),
         seq_length=run.data.max_seq_length,
+        flops_per_sample=_flops(run),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
     metrics = train(run, trainer, start) if training.do_train else {}
@@ -81,12 +84,34 @@ def _run(
     if training.do_eval or training.do_predict:
         metrics |= _test(run, trainer, datasets)
     finish(run, trainer, metrics)
+    if training.do_train and training.log_format == "megatron":
+        _say_summary(run, trainer)
     return metrics
+
+
+def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:
+    name = f"{run.dims.world}p-{Path(run.training.output_dir or '').name}"
+    parameters = run.shape.parameters
+    history, steps = trainer.state.log_history, trainer.state.global_step
+    length = run.data.max_seq_length
+    for line in summary_table(name, history, parameters=parameters, seq_length=length, steps=steps):
+        logger.info("%s", line)
+
+
+def _flops(run: PretrainRun) -> float:
+    shape = run.shape
+    return flops_per_sample(
+        layers=shape.num_hidden_layers,
+        hidden=shape.hidden_size,
+        vocabulary=shape.vocab_size,
+        length=run.data.max_seq_length,
+        recompute=run.training.recompute,
+    )
 
 
 def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
     """The final evaluation on the test split, where there is one."""
-    dataset = window(run, datasets["test"], run.eval_batches * TEST_FACTOR)
+    dataset = window(run, datasets["test"], run.test_batches)
     if dataset is None:
         logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", run.data.split)
         return {}

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Subset
 from transformers import TrainingArguments as HFTrainingArguments
 
-from gptlm.config.run import PretrainRun
+from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
 from gptlm.data.blocks import BlocksWithDocuments
 from gptlm.data.cache import IndexCache, content_hash
@@ -26,8 +26,6 @@ from gptlm.errors import GptlmError
 
 logger = logging.getLogger(__name__)
 
-TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
-
 MANY_EPOCHS = 4
 MOST_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
@@ -43,13 +41,14 @@ def steps_per_epoch(run: PretrainRun, corpora: list[Corpus]) -> int:
 def sample_counts(run: PretrainRun) -> dict[str, int]:
     """Samples asked of each split (PaddleNLP's numbers): they fix the number of epochs, and so the order."""
     training = run.training
-    evaluation = training.per_device_eval_batch_size * run.dims.data * run.data.eval_iters
+    batch = training.per_device_eval_batch_size * run.dims.data
+    test = run.data.eval_iters * TEST_FACTOR if run.data.test_iters is None else run.data.test_iters
     interval = training.eval_steps if training.evaluation_strategy == "steps" else None
     evaluations = training.max_steps // interval + 1 if interval else 1
     return {
         "train": run.batch.total * training.max_steps,
-        "valid": evaluation * evaluations,
-        "test": evaluation * TEST_FACTOR,
+        "valid": batch * run.data.eval_iters * evaluations,
+        "test": batch * test,
     }
 
 

@@ -78,7 +78,7 @@ def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]
     asked = training.resume_from_checkpoint
     found: checkpoint.Checkpoint | None
     if asked and asked.lower() not in ("true", "1", "yes"):
-        found = checkpoint.read(Path(asked))
+        found = checkpoint.read(_newest_below(Path(asked)))
     else:
         found, passed_over = checkpoint.newest(output_dir)
         for reason in passed_over:
@@ -105,6 +105,16 @@ def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]
     else:
         check(run, found)
     return found
+
+
+def _newest_below(asked: Path) -> Path:
+    """`asked`, or the newest whole checkpoint in it where it is a folder of them."""
+    if not asked.is_dir() or (asked / checkpoint.MANIFEST).exists():
+        return asked
+    found, passed_over = checkpoint.newest(asked)
+    for reason in passed_over:
+        logger.warning("%s; it is passed over", reason)
+    return found.path if found else asked
 
 
 def check_shape(run: Run, found: checkpoint.Checkpoint) -> None:

@@ -73,12 +73,14 @@ def trainer_arguments(
         "consumed_steps": start.facts["global_step"] if start else 0,
         "loss_sum": start.facts["loss_sum"] if start else 0.0,
         "facts": facts,
+        "run_file": run.as_arguments(),
         "loss_scale": _loss_scale(run, deepspeed) if machine.precision == "fp16" else None,
         "master_grad": training.amp_master_grad,
         "weights_only": training.ignore_load_lr_and_optim,
         "shard_degree": shard_groups(run, deepspeed),
         "keep": training.save_total_limit,
         "process_memory": not training.skip_memory_metrics,
+        "log_format": training.log_format,
     }
 
 
@@ -107,6 +109,7 @@ def schedule(run: Run) -> Schedule:
         decay=training.decay_steps or training.max_steps,
         end=training.lr_end,
         power=training.power,
+        start=training.lr_start_step,
     )
 
 

@@ -9,17 +9,28 @@ from tqdm import tqdm
 
 
 class ConsoleHandler(logging.Handler):
-    """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout, above a progress bar if there is one."""
+    """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout, above a progress bar if there is one.
+
+    A record's `head` says otherwise: "fleetx" is `[INFO 2026-11-27 10:00:00,123 trainer.py:1] text`, "" is the text.
+    """
 
     COLOURS = {"DEBUG": "\x1b[35m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
 
     def emit(self, record: logging.LogRecord) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        head = f"[{stamp},{int(record.msecs):03d}] [{record.levelname:>8}]"
+        tqdm.write(self._head(record) + record.getMessage(), file=sys.stdout)
+        sys.stdout.flush()
+
+    def _head(self, record: logging.LogRecord) -> str:
+        wanted = getattr(record, "head", "paddlenlp")
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created)) + f",{int(record.msecs):03d}"
+        if wanted == "fleetx":
+            return f"[{record.levelname} {stamp} {record.filename}:{record.lineno}] "
+        if wanted == "":
+            return ""
+        head = f"[{stamp}] [{record.levelname:>8}]"
         if sys.stdout.isatty():
             head = f"{self.COLOURS.get(record.levelname, '')}{head}\x1b[0m"
-        tqdm.write(f"{head} - {record.getMessage()}", file=sys.stdout)
-        sys.stdout.flush()
+        return f"{head} - "
 
 
 def start_logging(*, speaks: bool) -> None:
@@ -66,17 +77,22 @@ class Throughput:
 
     def restart(self, step: int) -> None:
         """Measure from now on, at `step`."""
-        self._step, self._time = step, time.perf_counter()
+        self._step, self._time, self._reading = step, time.perf_counter(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Add time spent waiting for data."""
+        self._reading += seconds
 
     def exclude(self, seconds: float) -> None:
         """Leave out the last `seconds`, in which nothing was trained."""
         self._time = min(self._time + seconds, time.perf_counter())
 
     def interval(self, step: int) -> dict[str, float]:
-        """PaddleNLP's `interval_*` fields since the last call or `restart`."""
+        """PaddleNLP's `interval_*` fields since the last call or `restart`; `reading`, `seconds`: of the mean step."""
         now = time.perf_counter()
         seconds, steps = max(now - self._time, 1e-9), step - self._step
-        self._step, self._time = step, now
+        self.seconds, self.reading = seconds / max(steps, 1), self._reading / max(steps, 1)
+        self._step, self._time, self._reading = step, now, 0.0
         samples = self.samples_per_step * steps / seconds
         return {
             "interval_runtime": round(seconds, 4),

@@ -33,6 +33,7 @@ class LossScale:
         self.good_steps = 0
         self.overflows_left = hysteresis
         self.exhausted = False
+        self.skipped = 0  # steps, since the log took note of them
         self._overflow: bool | None = None  # of this step; None: not looked at yet
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -72,6 +73,7 @@ class LossScale:
 
     def _count_overflow(self) -> None:
         self.good_steps = 0
+        self.skipped += 1
         self.overflows_left = max(self.overflows_left - 1, 0)
         if self.overflows_left > 0:
             return

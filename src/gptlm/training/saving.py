@@ -26,6 +26,8 @@ from gptlm.training.stepping import SteppingTrainer
 
 logger = logging.getLogger(__name__)
 
+RUN_FILE = "run.json"
+
 
 class SavingTrainer(SteppingTrainer):
     """Trainer with checkpoints that are whole or absent.
@@ -33,6 +35,7 @@ class SavingTrainer(SteppingTrainer):
     Args:
         facts: noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
+        run_file: the run as an argument file, saved beside each model as run.json.
         weights_only: go on with a checkpoint's weights and samples, but a new optimizer and schedule.
     """
 
@@ -41,12 +44,14 @@ class SavingTrainer(SteppingTrainer):
         *args: Any,
         facts: dict[str, Any] | None = None,
         keep: int | None = None,
+        run_file: str = "",
         weights_only: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.facts = facts or {}
         self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
+        self.run_file = run_file
         self.weights_only = weights_only
 
     @property
@@ -89,6 +94,8 @@ class SavingTrainer(SteppingTrainer):
         if not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir or ""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / RUN_FILE).write_text(self.run_file, encoding="utf-8")
         if not self.has_adapters:
             self._save(folder, state_dict=weights)
             return

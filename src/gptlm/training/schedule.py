@@ -1,8 +1,10 @@
 """Learning-rate schedules as pure functions of the step.
 
 `linear` and `cosine` are PaddleNLP's LinearAnnealingWithWarmupDecay and CosineAnnealingWithWarmupDecay
-(`paddlenlp/transformers/optimization.py`): the first optimizer update is step 1 and warm-up is subtracted. The other
-three are the schedules of PaddleNLP's and HuggingFace's Trainer, whose first update is step 0.
+(`paddlenlp/transformers/optimization.py`): the first optimizer update is step 1 and warm-up is subtracted. With
+`start` 0 they are Megatron's (`megatron/learning_rates.py`), and PaddleFleetX's with `use_increments`; PaddleFleetX's
+of 2022 is the cosine. `oneflow_cosine` (OneFlow-Benchmark's GPT, first update 0) does not subtract the warm-up. The
+other three are the schedules of PaddleNLP's and HuggingFace's Trainer, whose first update is step 0.
 """
 
 import math
@@ -14,11 +16,12 @@ class Schedule:
     """A schedule and its numbers; all counts are optimizer steps.
 
     Attributes:
-        kind: linear, cosine, constant, constant_with_warmup or polynomial.
+        kind: linear, cosine, oneflow_cosine, constant, constant_with_warmup or polynomial.
         maximum, minimum: learning rates; `minimum` serves linear and cosine.
         warmup: steps of linear warm-up, may be fractional.
         decay: step at which `minimum` is reached.
         end, power: last learning rate and exponent of polynomial.
+        start: the step that the first update counts as in linear and the cosines.
     """
 
     kind: str
@@ -28,11 +31,14 @@ class Schedule:
     decay: float
     end: float = 1e-7
     power: float = 1.0
+    start: int = 1
 
     def rate(self, update: int) -> float:
         """Learning rate of optimizer update number `update` = 1, 2, 3, ..."""
         if self.kind == "linear" or self.kind == "cosine":
-            return self._annealing(update)
+            return self._annealing(update - 1 + self.start)
+        if self.kind == "oneflow_cosine":
+            return self._from_the_first_step(update - 1 + self.start)
         done = update - 1
         if self.kind != "constant" and done < self.warmup:
             return self.maximum * done / max(1.0, self.warmup)
@@ -48,6 +54,14 @@ class Schedule:
         progress = (step - self.warmup) / (self.decay - self.warmup) if self.decay > self.warmup else 1.0
         share = 0.5 * (math.cos(math.pi * progress) + 1.0) if self.kind == "cosine" else 1.0 - progress
         return self.minimum + share * (self.maximum - self.minimum)
+
+    def _from_the_first_step(self, step: int) -> float:
+        """A cosine that runs beneath the warm-up; the rate falls a little where warm-up ends."""
+        if step < self.warmup:
+            return self.maximum * step / self.warmup
+        lowest = self.minimum / self.maximum if self.maximum else 0.0
+        share = 0.5 * (math.cos(math.pi * min(step, self.decay) / self.decay) + 1.0)
+        return self.maximum * ((1.0 - lowest) * share + lowest)
 
     def _polynomial(self, done: int) -> float:
         if done > self.decay:

@@ -4,13 +4,15 @@
     get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
     prediction_step                             the mean over all targets, not of the batches' means
     create_scheduler                            our schedules
-    log                                         PaddleNLP's fields
+    get_batch_samples                           the time spent waiting for data
+    log                                         the originals' lines
     _maybe_log_save_evaluate                    a loss that is no number stops the run before it is saved
 """
 
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from gptlm.errors import GptlmError
 from gptlm.training import checkpoint
 from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, ProgressBar
 from gptlm.training.evaluation import loss_sum, mean_loss
+from gptlm.training.log_formats import FORMATS, Evaluation, Step
 from gptlm.training.logging import Throughput, log_line, train_fields
 from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
@@ -43,6 +46,8 @@ class PretrainTrainer(SavingTrainer):
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
         loss_sum: sum of the losses of the steps before, for the mean over the whole run.
         process_memory: add the process's memory to the log line.
+        log_format: whose lines are printed, see log_formats.py.
+        flops_per_sample: floating-point operations of one sample, for a log line.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class PretrainTrainer(SavingTrainer):
         consumed_steps: int = 0,
         loss_sum: float = 0.0,
         process_memory: bool = False,
+        log_format: str = "paddlenlp",
+        flops_per_sample: float = 0.0,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -62,6 +69,8 @@ class PretrainTrainer(SavingTrainer):
         self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
         self.loss_sum = loss_sum
         self.process_memory = process_memory
+        self.log_format, self._title_due = FORMATS[log_format], True
+        self.flops_per_sample = flops_per_sample
         self._warned_of_zero = False
         self.throughput = Throughput(
             samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
@@ -133,6 +142,12 @@ class PretrainTrainer(SavingTrainer):
         with self.compute_loss_context_manager():
             return None, *loss_sum(model, self._prepare_inputs(inputs))
 
+    def get_batch_samples(self, *args, **kwargs):
+        started = time.perf_counter()
+        found = super().get_batch_samples(*args, **kwargs)
+        self.throughput.waited(time.perf_counter() - started)
+        return found
+
     # Schedule and state -----------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
@@ -187,6 +202,7 @@ class PretrainTrainer(SavingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Note `logs` in the history, hand them to the trackers, and print them in PaddleNLP's words."""
         gradient_norm = logs.pop("grad_norm", None)
+        loss = logs.get("loss")
         progress = self.state.epoch or 0.0
         gpu = self.args.device.type == "cuda"
         if "loss" in logs:
@@ -207,7 +223,47 @@ class PretrainTrainer(SavingTrainer):
         noted = shown if gradient_norm is None else {**shown, "grad_norm": gradient_norm}
         self.state.log_history.append({**noted, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
-        logger.info(log_line(shown))
+        if loss is not None and self.log_format.step is not None:
+            self._say_step(self.log_format.step, loss, gradient_norm)
+        elif self.log_format.evaluation is not None and {"eval_loss", "test_loss"} & shown.keys():
+            self._say_evaluation(self.log_format.evaluation, shown)
+        else:
+            logger.info(log_line(shown))
+
+    def _say_step(self, line: Callable[[Step], str], loss: float, gradient_norm: float | None) -> None:
+        if self._title_due:
+            self._title_due = False
+            for title in self.log_format.title:
+                logger.info(title, extra={"head": self.log_format.head})
+        scale = self.loss_scale
+        samples = self.samples_per_step
+        step = Step(
+            number=self.state.global_step,
+            last=self.args.max_steps,
+            loss=loss,
+            learning_rate=self._get_learning_rate(),
+            gradient_norm=gradient_norm,
+            loss_scale=scale.value if scale else None,
+            skipped=scale.skipped if scale else 0,
+            seconds=self.throughput.seconds,
+            reading=self.throughput.reading,
+            samples=samples,
+            tokens=samples * self.throughput.tokens_per_sample,
+            accumulation=self.args.gradient_accumulation_steps,
+            world=self.args.world_size,
+            flops=samples * self.flops_per_sample,
+        )
+        if scale:
+            scale.skipped = 0
+        logger.info(line(step), extra={"head": self.log_format.head})
+
+    def _say_evaluation(self, line: Callable[[Evaluation], str], shown: dict[str, float]) -> None:
+        name = "eval" if "eval_loss" in shown else "test"
+        seconds = shown.get(f"{name}_runtime", 0.0)
+        batches = max(round(shown.get(f"{name}_steps_per_second", 0.0) * seconds), 1)
+        found = Evaluation(name, self.state.global_step, shown[f"{name}_loss"], batches, max(seconds, 1e-9))
+        for text in line(found).splitlines():
+            logger.info(text, extra={"head": self.log_format.head})
 
     def more_fields(self, logs: dict[str, float]) -> dict[str, float]:
         """What a kind of training adds to a log line."""

@@ -1,0 +1,127 @@
+"""What follows from the flags that were given: processes, degrees, batch, schedule, and when to evaluate."""
+
+from collections.abc import Mapping
+
+from gptlm.config.batch import NAMES, solve
+from gptlm.config.parser import Parsed
+from gptlm.errors import UsageError
+from gptlm.parallel.dims import ParallelDims
+
+
+def resolve_schedule(parsed: Parsed) -> None:
+    """Warm-up, decay and evaluation steps, as soon as max_steps is known."""
+    values = parsed.values
+    steps = values["max_steps"]
+    if steps < 1:
+        return
+    if values["decay_steps"] is None:
+        parsed.set("decay_steps", steps, "derived: max_steps")
+    if values["warmup_steps"] > 0:
+        for name in ("warmup_ratio", "warmup_fraction"):
+            if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
+                parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
+    elif values["warmup_ratio"]:
+        source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"
+        parsed.set("warmup_steps", values["warmup_ratio"] * steps, source)
+    elif values["warmup_fraction"]:
+        source = f"derived: warmup_fraction {values['warmup_fraction']:g} x decay_steps {values['decay_steps']:g}"
+        parsed.set("warmup_steps", values["warmup_fraction"] * values["decay_steps"], source)
+    times = values["minimum_eval_times"]
+    if times and values["eval_steps"] and values["eval_steps"] > max(1, steps // times):
+        parsed.set("eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
+
+
+def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
+    if parsed.values["world_size"] is not None and not printing:
+        raise UsageError(
+            f"--world_size {parsed.values['world_size']} goes with --print_config only; the launcher sets the number "
+            "of processes: torchrun --nproc_per_node N scripts/run_pretrain.py ..."
+        )
+    if parsed.values["world_size"] is None:
+        given = environment.get("WORLD_SIZE", "").strip()
+        if given and not given.isdigit():
+            raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
+        parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
+    if parsed.values["world_size"] < 1:
+        raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
+
+
+def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
+    values = parsed.values
+    for name, degree in (("tensor_parallel_degree", dims.tensor), ("pipeline_parallel_degree", dims.pipeline)):
+        if values[name] != degree:
+            parsed.set(name, degree, "derived: below 1 means 1")
+    if values["sharding"].lower() in ("true", "1"):
+        parsed.set("sharding", "stage1", parsed.sources["sharding"])
+    if values["sharding"].lower() in ("false", "0", "none"):
+        parsed.set("sharding", "", parsed.sources["sharding"])
+    groups = values["data_parallel_degree"]
+    if values["sharding"] and dims.data == 1 and values["sharding_parallel_degree"] > 1 and groups < 1:
+        parsed.note(f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect: one replica")
+        parsed.set("sharding_parallel_degree", 1, "derived: one data-parallel replica")
+    if values["sharding_parallel_degree"] < 1 and not values["sharding"]:
+        parsed.set("sharding_parallel_degree", 1, "derived: no sharding")
+    elif values["sharding_parallel_degree"] < 1:
+        shares = dims.data // groups if groups > 0 and dims.data % groups == 0 else dims.data
+        source = f"derived: {dims.data} data-parallel replicas"
+        parsed.set("sharding_parallel_degree", shares, source + (f" / {groups}" if shares < dims.data else ""))
+    sharing = max(values["sharding_parallel_degree"], 1) if values["sharding"] else 1
+    left = max(dims.data // sharing, 1)
+    if groups > 0 and groups * sharing != dims.data and values["adapt_dp"] and left * sharing == dims.data:
+        parsed.note(
+            f"data_parallel_degree {groups} does not fit {dims.world} processes: "
+            f"so adaptively adjust dp_degree to {left}"
+        )
+        groups = -1
+    if groups < 1:
+        parsed.set("data_parallel_degree", left, f"derived: {dims.data} / {sharing}")
+
+
+def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:
+    """All four sizes from those that were given, and the batches of an evaluation.
+
+    In PaddleNLP an evaluation reads `eval_iters` batches of its own size; in the other dialects as many global ones.
+    """
+    values, sources = parsed.values, parsed.sources
+    given = {short: values[name] for short, name in NAMES.items() if sources[name] != "default"}
+    sharing = max(values["sharding_parallel_degree"], 1) if values["sharding"] else 1
+    batch = solve(given, replicas=dims.data, sharding=sharing, micro=values["per_device_train_batch_size"])
+    solved = {
+        "micro": (batch.micro, f"derived: {batch.local} / {batch.accumulation}"),
+        "accumulation": (batch.accumulation, f"derived: {batch.local} / {batch.micro}"),
+        "local": (batch.local, f"derived: {batch.micro} x {batch.accumulation}"),
+        "total": (batch.total, f"derived: {batch}"),
+    }
+    for short, (size, source) in solved.items():
+        if short not in given and values[NAMES[short]] != size:
+            parsed.set(NAMES[short], size, source)
+    if dialect == "paddlenlp":
+        return
+    if sources["per_device_eval_batch_size"] == "default":
+        parsed.set("per_device_eval_batch_size", batch.micro, "derived: micro-batch")
+    evaluates = values["do_eval"] or values["do_predict"]
+    for name in ("eval_iters", "test_iters") if evaluates else ():
+        count = values[name]
+        if count and batch.accumulation > 1:
+            parsed.set(name, count * batch.accumulation, f"derived: {count} x {batch.accumulation} micro-batches")
+
+
+def resolve_strategies(parsed: Parsed) -> None:
+    values = parsed.values
+    if values["do_train"] is None:
+        only_evaluate = values["do_eval"] or values["do_predict"]
+        parsed.set("do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
+    if values["evaluation_strategy"] in (None, "no") and values["do_eval"] and values["do_train"]:
+        if values["evaluation_strategy"] == "no":
+            parsed.note("--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
+        parsed.set("evaluation_strategy", "steps", "derived: do_eval")
+    if values["evaluation_strategy"] is None:
+        parsed.set("evaluation_strategy", "no", "derived: no do_eval")
+    if values["evaluation_strategy"] != "no" and not values["do_eval"]:
+        parsed.set("do_eval", True, "derived: evaluation_strategy")
+    if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
+        parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
+    if values["disable_tqdm"] is None:
+        parsed.values["disable_tqdm"] = False
+    if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
+        parsed.set("metric_for_best_model", "loss", "derived: load_best_model_at_end")
