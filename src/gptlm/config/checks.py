@@ -57,13 +57,20 @@ def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
     yield from _folder(parsed, "input_dir", "the folder with token files", printing)
 
 
-def not_built(dims: ParallelDims) -> list[str]:
+def not_built(dims: ParallelDims, values: Mapping[str, Any]) -> list[str]:
     """What is sensible but not implemented in this version."""
     refusals = []
-    if dims.tensor > 1:
-        refusals.append(f"tensor_parallel_degree {dims.tensor}: tensor parallelism is not built yet, use 1")
-    if dims.pipeline > 1:
-        refusals.append(f"pipeline_parallel_degree {dims.pipeline}: pipeline parallelism is not built yet, use 1")
+    masking = values.get("document_masking", "none")
+    if dims.pipeline > 1 and masking != "none":
+        refusals.append(
+            f"document_masking {masking} with pipeline_parallel_degree {dims.pipeline}: stages hand on hidden states "
+            "only, without documents; use --tensor_parallel_degree instead, or document_masking none"
+        )
+    if "document_masking" not in values and dims.shares_replicas:
+        refusals.append(
+            f"tensor_parallel_degree {dims.tensor} and pipeline_parallel_degree {dims.pipeline}: fine-tuning runs on "
+            "replicas only; use --sharding stage3 for models that do not fit on one card"
+        )
     return refusals
 
 
@@ -142,18 +149,13 @@ def _parallel(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
             if word not in known:
                 yield f"{name}: {word!r} is unknown; expected {', '.join(known)}"
     yield from _sharding(parsed, dims)
-    for name, degree in (
-        ("num_attention_heads", dims.tensor),
-        ("hidden_size", dims.tensor),
-        ("num_hidden_layers", dims.pipeline * values["virtual_pp_degree"]),
-    ):
-        if degree > 1 and values[name] and values[name] % degree:
-            what = (
-                "tensor_parallel_degree"
-                if name != "num_hidden_layers"
-                else ("pipeline_parallel_degree x virtual_pp_degree")
-            )
-            yield f"{name} {values[name]} is not a multiple of {what} ({degree})"
+    for name in ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"):
+        if dims.tensor > 1 and values[name] and values[name] % dims.tensor:
+            yield f"{name} {values[name]} is not a multiple of tensor_parallel_degree ({dims.tensor})"
+    length = values.get("max_seq_length")
+    if values["sequence_parallel"] and length and length % dims.tensor:
+        yield f"max_seq_length {length} is not a multiple of tensor_parallel_degree ({dims.tensor}): sequence_parallel"
+    yield from _stages(parsed, dims)
     if dims.pipeline > 1 and values["virtual_pp_degree"] > 1 and values["gradient_accumulation_steps"] % dims.pipeline:
         steps = values["gradient_accumulation_steps"]
         yield (
@@ -163,6 +165,33 @@ def _parallel(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
         )
     if "enable_dp_comm_overlap" in values["pipeline_parallel_config"] and dims.pipeline > 1 and dims.data > 1:
         yield "pipeline_parallel_config enable_dp_comm_overlap with data parallelism: overlap has accuracy issue"
+
+
+def _stages(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
+    """Layers against pipeline stages."""
+    values = parsed.values
+    layers, chunks = values["num_hidden_layers"], values["virtual_pp_degree"] if dims.pipeline > 1 else 1
+    stages = dims.pipeline * chunks
+    if dims.pipeline == 1 or not layers:
+        return
+    if layers < stages:
+        yield f"num_hidden_layers {layers} is less than the {stages} stages of the pipeline; lower the degrees"
+    elif layers % stages and chunks > 1:
+        yield (
+            f"virtual pp doesn't support uneven layer split.\n  num_hidden_layers {layers} is not a multiple of "
+            f"pipeline_parallel_degree {dims.pipeline} x virtual_pp_degree {chunks}"
+        )
+    elif layers % stages:
+        parsed.note(
+            f"num_hidden_layers {layers} does not divide by pipeline_parallel_degree {stages}: the first "
+            f"{layers % stages} stages have {layers // stages + 1} layers, the others {layers // stages}"
+        )
+    steps = values["gradient_accumulation_steps"]
+    idle = (stages // chunks - 1) / (chunks * steps + stages // chunks - 1)
+    parsed.note(
+        f"pipeline: {dims.pipeline} stages, {steps} micro-batches in a step: each process waits {idle:.0%} of the time "
+        "(more micro-batches make it less)"
+    )
 
 
 def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
@@ -198,6 +227,11 @@ def _sharding(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
         yield (
             f"sharding_parallel_degree {degree} does not divide the {dims.data} data-parallel replicas "
             f"({dims.world} processes / ({dims.tensor} x {dims.pipeline}))"
+        )
+    elif stages and 1 < degree < dims.data and dims.shares_replicas:
+        yield (
+            f"sharding_parallel_degree {degree} of {dims.data} replicas with tensor or pipeline parallelism: ZeRO "
+            "shares over all replicas or none; leave the degree out"
         )
     elif stages and 1 < degree < dims.data and stages[0] == "stage2":
         yield (

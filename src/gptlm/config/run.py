@@ -67,6 +67,16 @@ class Run:
         return Batch(training.per_device_train_batch_size, training.gradient_accumulation_steps, self.dims.data)
 
     @property
+    def step_batch(self) -> int:
+        """Samples that the Trainer hands over at once: a micro-batch, or all of a step's to a pipeline."""
+        return self.batch.local if self.dims.pipeline > 1 else self.batch.micro
+
+    @property
+    def step_accumulation(self) -> int:
+        """How often it does so in a step."""
+        return 1 if self.dims.pipeline > 1 else self.batch.accumulation
+
+    @property
     def groups(self) -> tuple[Any, ...]:
         """All flags of the run."""
         return (self.model, self.parallel, self.training)
@@ -220,7 +230,7 @@ def resolve(
         "dims": dims,
         "sources": parsed.sources,
         "notes": tuple(parsed.notes),
-        "refusals": (*parsed.refusals, *not_built(dims)),
+        "refusals": (*parsed.refusals, *not_built(dims, values)),
     }
 
 

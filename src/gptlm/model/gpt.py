@@ -8,7 +8,8 @@ Shapes: B batch, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,15 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = _residual_projection(config.n_embd, config.n_embd)
         self.recompute_core = False
+        self.core_context: Callable[[], AbstractContextManager] = nullcontext  # what softmax(q k) v is computed in
         # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
         """(B, T, D) -> (B, T, D). `mask` None means causal attention over T tokens, or inside `documents`."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        projected = self.c_attn(x)
+        heads = (*projected.shape[:2], -1, self.head_dim)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in projected.chunk(3, dim=-1))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         if self.recompute_core and self.training:
@@ -66,6 +69,10 @@ class Attention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
         """softmax(q k / sqrt(D / H)) v with dropout, (B, H, T, D / H)."""
         dropout = self.dropout if self.training else 0.0
+        with self.core_context() if dropout else nullcontext():
+            return self._softmax(q, k, v, mask, documents, dropout)
+
+    def _softmax(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
         if documents is not None:
             return document_attention(q, k, v, documents, dropout)
         causal = mask is None and q.shape[2] > 1
@@ -156,6 +163,8 @@ class GPTModel(GPTPreTrainedModel):
             keep: numbers of layers that keep everything.
         """
         for number, block in enumerate(self.h):
+            if not hasattr(block, "attn"):
+                continue  # it lies on another pipeline stage
             chosen = (granularity or "").replace("only_attn", "full_attn") if number not in keep else ""
             block.recompute = chosen  # type: ignore[assignment]
             block.attn.recompute_core = chosen == "core_attn"  # type: ignore[union-attr, assignment]
@@ -179,12 +188,13 @@ class GPTModel(GPTPreTrainedModel):
         """Args: `attention_mask` (B, past + T) is 1 on tokens and 0 on padding; `position_ids` (B, T); `documents`
         limits attention to each of them and goes without `attention_mask` and `cache`."""
         assert documents is None or (attention_mask is None and cache is None and not use_cache)
-        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        x = self.wte(given) if inputs_embeds is None else given
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
+            position_ids = torch.arange(past, past + given.shape[1], device=x.device)[None]
         mask = self._mask(x, attention_mask, position_ids, cache)
         x = self.drop(x + self.wpe(position_ids))
         for block in self.h:
@@ -204,6 +214,11 @@ class GPTModel(GPTPreTrainedModel):
         )
 
 
+def _whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy: (B, T, D), (V, D), (B, T) -> scalar."""
+    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+
+
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     """GPT with its language-model head, tied to the token embedding unless the config says otherwise."""
 
@@ -214,6 +229,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = GPTModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.output_loss = _whole_loss
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -272,7 +288,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=out.cache)
 
     def _loss(self, hidden: Tensor, targets: Tensor, num_items: Tensor | int | None) -> Tensor:
-        total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        total = self.output_loss(hidden, self.lm_head.weight, targets)
         count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=total.device)
         return total / count.clamp(min=1)  # no target at all: 0, not 0 / 0
 

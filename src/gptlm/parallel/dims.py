@@ -24,6 +24,11 @@ class ParallelDims:
         """Model replicas, ranks that share sharded state included."""
         return self.world // (self.tensor * self.pipeline)
 
+    @property
+    def shares_replicas(self) -> bool:
+        """Whether several processes hold one replica together."""
+        return self.tensor * self.pipeline > 1
+
     @classmethod
     def of(cls, world: int, tensor: int, pipeline: int) -> "ParallelDims":
         """Degrees below 1 mean 1, as in PaddleNLP.

@@ -1,14 +1,16 @@
 """The model of a training run, and the tokenizer saved beside it."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from gptlm.config.run import PretrainRun, Run
 from gptlm.data.splits import Corpus, id_range_of
@@ -16,9 +18,12 @@ from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
+from gptlm.model.loss import linear_cross_entropy
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.parallel.apply import parallelize
 from gptlm.parallel.engine import build_sharded
+from gptlm.parallel.mesh import Mesh
 from gptlm.parallel.zero import stage_of
 from gptlm.recipes.pretrain_data import data_cache
 from gptlm.training.checkpoint import Checkpoint
@@ -69,9 +74,12 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
 
 
 def make_model(
-    run: Run, tokenizer: PreTrainedTokenizerBase | None, deepspeed: dict[str, Any] | None = None
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase | None,
+    deepspeed: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> GPTLMHeadModel:
-    """The network with loaded or random weights; under ZeRO stage 3 each rank holds its share only.
+    """The network with loaded or random weights; under ZeRO stage 3 and on a mesh each rank holds its share only.
 
     Raises:
         GptlmError: if weights cannot be loaded.
@@ -79,12 +87,15 @@ def make_model(
     hidden, attention = run.model.hidden_dropout_prob, run.model.attention_probs_dropout_prob
     eos_token_id = tokenizer.eos_token_id if tokenizer else None
     dropouts = (0.1 if hidden is None else hidden, 0.1 if attention is None else attention)
-    if deepspeed is not None and stage_of(deepspeed) == 3:
+    if mesh is not None or (deepspeed is not None and stage_of(deepspeed) == 3):
         stored, config = None, new_config(run.shape, *dropouts, eos_token_id, run.model.initializer_range)
         if run.model.continue_training:
             folder = weights_folder(run)
             stored, config = StoredWeights(folder), loaded_config(folder, hidden, attention, run.shape.vocab_size)
-        model = build_sharded(lambda: blank_model(config), partial(_fill, stored), deepspeed)
+        if mesh is not None:
+            model = _parallel_model(run, config, partial(_fill, stored), mesh)
+        else:
+            model = build_sharded(lambda: blank_model(config), partial(_fill, stored), deepspeed or {})
     elif run.model.continue_training:
         model = load_model(
             weights_folder(run),
@@ -104,6 +115,20 @@ def make_model(
     granularity = training.recompute_granularity if training.recompute else None
     model.transformer.set_recompute(granularity, training.no_recompute_layers)
     return model
+
+
+def _parallel_model(run: Run, config: GPT2Config, fill: Callable[[Any, str, nn.Module], None], mesh: Mesh) -> Any:
+    with torch.device("meta"):
+        model = blank_model(config)
+    return parallelize(
+        model,
+        mesh,
+        fill,
+        linear_cross_entropy,
+        chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
+        sequence=run.parallel.sequence_parallel and run.dims.tensor > 1,
+        device=torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None,
+    )
 
 
 def weights_folder(run: Run) -> str:

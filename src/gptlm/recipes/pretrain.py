@@ -8,6 +8,7 @@ from transformers import set_seed
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.parallel.engine import start_deepspeed
+from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.model import find_tokenizer, make_model
@@ -25,7 +26,16 @@ from gptlm.recipes.pretrain_data import (
 )
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.start import output_locked
-from gptlm.recipes.training import begin, evaluate, finish, say_run, schedule, train, trainer_arguments
+from gptlm.recipes.training import (
+    begin,
+    evaluate,
+    finish,
+    layout_arguments,
+    say_run,
+    schedule,
+    train,
+    trainer_arguments,
+)
 from gptlm.training import checkpoint
 from gptlm.training.log_formats import flops_per_sample
 from gptlm.training.results import summary_table
@@ -62,7 +72,8 @@ def _run(
     tokenizer = find_tokenizer(run, corpora)
     say_run(run, sample_counts(run)["train"], run.data.max_seq_length)
     set_seed(training.seed)
-    model = make_model(run, tokenizer, deepspeed)
+    mesh = Mesh(run.dims) if run.dims.shares_replicas else None
+    model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
@@ -76,6 +87,7 @@ def _run(
         schedule=schedule(run),
         seq_length=run.data.max_seq_length,
         flops_per_sample=_flops(run),
+        **layout_arguments(run, mesh, machine),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
     metrics = train(run, trainer, start) if training.do_train else {}

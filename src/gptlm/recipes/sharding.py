@@ -12,6 +12,8 @@ from gptlm.recipes.machine import Machine, precision_of
 
 logger = logging.getLogger(__name__)
 
+PIPELINE_STAGE = "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1"
+
 
 def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     """The complete DeepSpeed configuration of a training run; None where nothing is to be sharded or offloaded.
@@ -27,10 +29,16 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     else:
         words = parallel.sharding.replace(",", " ").replace("_", " ").split()
         shares = run.dims.data > 1 and parallel.sharding_parallel_degree > 1
-        if not words or not (shares or "offload" in words):
+        if not run.dims.shares_replicas and (not words or not (shares or "offload" in words)):
             return None
-        stage = next(int(word[-1]) for word in words if word.startswith("stage"))
+        stage = next(
+            (int(word[-1]) for word in words if word.startswith("stage")), 1
+        )  # 1 on one replica shares nothing
         config, name = zero_config(stage, offload="offload" in words), f"--sharding {parallel.sharding}"
+    if run.dims.pipeline > 1:
+        if stage_of(config) > 1:
+            raise UsageError(f"{name}: {PIPELINE_STAGE} (it has ZeRO stage {stage_of(config)})")
+        config.setdefault("zero_optimization", {})["overlap_comm"] = False  # gradients are added up over a whole step
     config = filled(config, _wanted(run, machine), name)
     if parallel.deepspeed:
         _check_zero(config, name)
@@ -52,7 +60,9 @@ def check_file(run: Run) -> None:
 def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
     """Ranks that share one optimizer state under stage 1, where they are fewer than all; else None."""
     degree = run.parallel.sharding_parallel_degree
-    if config is None or not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
+    if config is None or run.dims.shares_replicas:
+        return None
+    if not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
         return None
     return degree
 
@@ -60,8 +70,8 @@ def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
 def _wanted(run: Run, machine: Machine) -> Wanted:
     training, degree = run.training, run.parallel.sharding_parallel_degree
     return Wanted(
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
+        micro_batch=run.step_batch,
+        accumulation=run.step_accumulation,
         replicas=run.dims.data,
         max_grad_norm=training.max_grad_norm,
         precision=machine.precision,

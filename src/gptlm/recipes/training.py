@@ -4,14 +4,18 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError
+from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, use_device
 from gptlm.recipes.model import say_start
@@ -81,6 +85,21 @@ def trainer_arguments(
         "keep": training.save_total_limit,
         "process_memory": not training.skip_memory_metrics,
         "log_format": training.log_format,
+    }
+
+
+def layout_arguments(run: Run, mesh: Mesh | None, machine: Machine) -> dict[str, Any]:
+    """What a trainer is made with where processes share a replica."""
+    if mesh is None:
+        return {}
+    half = machine.precision != "fp32" and not machine.half_weights
+    kind = torch.float16 if machine.precision == "fp16" else torch.bfloat16
+    pipeline = run.dims.pipeline > 1
+    return {
+        "mesh": mesh,
+        "chunks": run.parallel.virtual_pp_degree if pipeline else 1,
+        "micro_batches": run.batch.accumulation if pipeline else 1,
+        "autocast": partial(torch.autocast, machine.device, kind) if half else nullcontext,
     }
 
 

@@ -16,8 +16,11 @@ class ProgressBar(ProgressCallback):
 class OwnDropoutPerRank(TrainerCallback):
     """Without this all data-parallel ranks would draw the same dropout masks."""
 
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
     def on_train_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(args.seed + args.process_index)
+        torch.manual_seed(self.trainer.dropout_seed)
 
 
 class Bookkeeping(TrainerCallback):

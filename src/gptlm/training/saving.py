@@ -11,25 +11,27 @@ Overridden, and why:
 
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from torch import Tensor
 
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.engine import whole
 from gptlm.training import checkpoint, states
-from gptlm.training.stepping import SteppingTrainer
+from gptlm.training.layout import LayoutTrainer
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 
 
-class SavingTrainer(SteppingTrainer):
+class SavingTrainer(LayoutTrainer):
     """Trainer with checkpoints that are whole or absent.
 
     Args:
@@ -87,10 +89,10 @@ class SavingTrainer(SteppingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; stage 3 brings it together by weight."""
         weights = {}
-        for name, parameter in states.trained(self.network):
-            with whole([parameter]):
-                if self.args.should_save:
-                    weights[name] = parameter.detach().cpu() if hasattr(parameter, "ds_id") else parameter.detach()
+        for name, tensor in self.whole_tensors(self._trained_values()):
+            if self.args.should_save:
+                shared = self.mesh is None and not tensor.is_cpu
+                weights[name] = tensor if shared else tensor.cpu()
         if not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir or ""
@@ -102,6 +104,13 @@ class SavingTrainer(SteppingTrainer):
         save_adapters(self.network, weights, Path(folder))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+
+    def _trained_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Each trained parameter, without ZeRO's partition."""
+        for name, parameter in states.trained(self.network):
+            with whole([parameter]):
+                wanted = hasattr(parameter, "ds_id") and (self.args.should_save or self.mesh is not None)
+                yield name, parameter.detach().cpu() if wanted else parameter.detach()
 
     def _save_checkpoint(self, model, trial) -> None:
         staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
@@ -127,7 +136,8 @@ class SavingTrainer(SteppingTrainer):
         self.store_flos()
         self.save_model(str(folder), _internal_call=True)
         if not self.args.save_only_model:
-            states.write(folder, states.gather(self.network, self.inner_optimizer, writes=self.args.should_save))
+            tensors = states.gather(self.network, self.inner_optimizer)
+            states.write(folder, self.whole_tensors(tensors), writes=self.args.should_save)
             self._save_rng_state(str(folder))
         if self.state.best_global_step:  # every rank has to know it: all of them load it in the end
             best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
@@ -144,8 +154,13 @@ class SavingTrainer(SteppingTrainer):
             "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
             "world_size": self.args.world_size,
+            "layout": self._layout(),
             "weights_only": self.args.save_only_model,
         }
+
+    def _layout(self) -> list[int]:
+        """Degrees of tensor and pipeline parallelism, and chunks."""
+        return [self.mesh.dims.tensor, self.mesh.dims.pipeline, self.chunks] if self.mesh else [1, 1, 1]
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +175,7 @@ class SavingTrainer(SteppingTrainer):
         facts = checkpoint.read(folder).facts
         optimizer = self.inner_optimizer
         steps = 0 if self.weights_only else facts["optimizer_steps"]
-        states.load(folder, self._stored(folder), self.network, optimizer, steps)
+        states.load(folder, self._stored(folder), self.network, optimizer, steps, self.mesh)
         if self.weights_only:
             return
         scheduler: Any = self.lr_scheduler
@@ -180,11 +195,11 @@ class SavingTrainer(SteppingTrainer):
         if folder is None:
             return
         facts = checkpoint.read(Path(folder)).facts
-        if self.weights_only or facts["world_size"] != self.args.world_size:
-            seed = self.args.seed + self.args.process_index + 1_000_003 * facts["global_step"]
-            torch.manual_seed(seed)
+        before = (facts["world_size"], facts.get("layout", [1, 1, 1]))
+        if self.weights_only or before != (self.args.world_size, self._layout()):
+            torch.manual_seed(self.dropout_seed + 1_000_003 * facts["global_step"])
             logger.info(
-                "%d processes wrote the checkpoint, %d go on: dropout draws new numbers",
+                "%d processes in another layout wrote the checkpoint, %d go on: dropout draws new numbers",
                 facts["world_size"],
                 self.args.world_size,
             )
@@ -195,10 +210,7 @@ class SavingTrainer(SteppingTrainer):
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         """Put the weights of a checkpoint into the model."""
-        stored = self._stored(folder)
-        for name, parameter in states.trained(self.network):
-            with whole([parameter], write=True):
-                parameter.copy_(stored.get(name))
+        self.put(states.trained(self.network), self._stored(folder).get)
 
     def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
         return StoredAdapters(folder) if self.has_adapters else StoredWeights(str(folder))

@@ -16,20 +16,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gptlm.errors import GptlmError
+from gptlm.parallel.assemble import own_part, stored_name
 from gptlm.parallel.engine import as_float, whole
+from gptlm.parallel.mesh import Mesh
 from gptlm.training.master import MasterWeightAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory while it writes
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Write `tensors` as they come; None, on ranks that do not write, is only taken to join the others."""
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> None:
+    """Write `tensors` as they come; every rank has to take them, one of them `writes`."""
     pending: dict[str, Tensor] = {}
     size = number = 0
-    for name, tensor in tensors:
-        if tensor is None:
+    for name, found in tensors:
+        if not writes:
             continue
+        tensor = as_float(found)
         pending[name] = tensor
         size += tensor.numel() * tensor.element_size()
         if size >= FILE_BYTES:
@@ -57,24 +60,23 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("optimizer-*.safetensors"))
 
 
-def gather(model: nn.Module, optimizer: Any, *, writes: bool) -> Iterator[tuple[str, Tensor | None]]:
-    """All state tensors, whole, one parameter at a time; every rank has to take them, one of them `writes`."""
-    source = _sharded(model, optimizer) if _is_zero(optimizer) else _plain(model, optimizer)
-    for name, tensor in source:
-        yield name, as_float(tensor) if writes else None
+def gather(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """All state tensors of this process's parameters, without ZeRO's partition; every rank has to take them."""
+    return _sharded(model, optimizer) if _is_zero(optimizer) else _plain(model, optimizer)
 
 
-def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: int) -> None:
+def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: int, mesh: Mesh | None = None) -> None:
     """Weights and state of the checkpoint in `folder` into any layout.
 
     Args:
         weights: gives the checkpoint's weights by name (`StoredWeights` or `StoredAdapters`).
         steps: optimizer steps the state has seen.
+        mesh: which share of each tensor is this process's; None: all of it.
 
     Raises:
         GptlmError: if a tensor is missing or of another shape.
     """
-    stored = StoredStates(folder, weights)
+    stored = StoredStates(folder, weights, mesh)
     if _is_zero(optimizer):
         _load_sharded(stored, model, optimizer, steps)
     else:
@@ -82,10 +84,10 @@ def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: in
 
 
 class StoredStates:
-    """Tensors of a checkpoint by name, read one at a time."""
+    """Tensors of a checkpoint by name, read one at a time, this process's share of each."""
 
-    def __init__(self, folder: Path, weights: Any):
-        self.folder, self.weights = folder, weights
+    def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None):
+        self.folder, self.weights, self.mesh = folder, weights, mesh
         self.files: dict[str, Any] = {}
         for path in files(folder):
             file = safe_open(path, "pt")
@@ -93,13 +95,16 @@ class StoredStates:
 
     def weight(self, name: str) -> Tensor:
         """The most precise copy there is of a parameter."""
-        return self._get(f"{name}|master") if f"{name}|master" in self.files else self.weights.get(name)
+        name = stored_name(name)
+        key = f"{name}|master"
+        return own_part(self.mesh, name, self._get(key) if key in self.files else self.weights.get(name))
 
     def moment(self, name: str, kind: str) -> Tensor:
-        return self._get(f"{name}|{kind}")
+        name = stored_name(name)
+        return own_part(self.mesh, name, self._get(f"{name}|{kind}"))
 
     def has_moments(self, name: str) -> bool:
-        return f"{name}|{MOMENTS[0]}" in self.files
+        return f"{stored_name(name)}|{MOMENTS[0]}" in self.files
 
     def _get(self, key: str) -> Tensor:
         if key not in self.files:

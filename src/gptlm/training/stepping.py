@@ -34,6 +34,7 @@ class SteppingTrainer(Trainer):
         loss_scale: of float16; None in other precisions.
         master_grad: add the gradients of half-precision weights up in float32.
         shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
+        groups: DeepSpeed's process groups, where processes share a replica.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class SteppingTrainer(Trainer):
         loss_scale: LossScale | None = None,
         master_grad: bool = False,
         shard_degree: int | None = None,
+        groups: Any = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -49,7 +51,7 @@ class SteppingTrainer(Trainer):
         self.loss_scale = loss_scale
         if self.loss_scale is not None and (self.half_weights or self.accelerator.scaler is not None):
             self.accelerator.scaler = self.loss_scale
-        self.shard_degree = shard_degree
+        self.shard_degree, self.groups = shard_degree, groups
         self.master_grad = master_grad and self.half_weights
         # with master_grad each micro-batch is reduced before it is added up
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad
@@ -79,7 +81,8 @@ class SteppingTrainer(Trainer):
         return self.optimizer
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        groups = ShardGroups(self.shard_degree) if self.shard_degree else None
+        shards = ShardGroups(self.shard_degree) if self.shard_degree else None
+        groups = shards or self.groups
         with groups.applied() if groups else nullcontext():
             try:
                 prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
@@ -87,8 +90,8 @@ class SteppingTrainer(Trainer):
                 if "offload" not in json.dumps(self.args.deepspeed or ""):
                     raise
                 raise GptlmError(OFFLOAD.format(reason=str(error).strip().splitlines()[0])) from error
-        if groups:
-            groups.attach(self.model_wrapped)
+        if shards:
+            shards.attach(self.model_wrapped)
         if self.is_deepspeed_enabled and self.loss_scale is not None:
             ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
         return prepared

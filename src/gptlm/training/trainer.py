@@ -79,14 +79,14 @@ class PretrainTrainer(SavingTrainer):
             self.remove_callback(callback)
         if not self.args.disable_tqdm:
             self.add_callback(ProgressBar())
-        self.add_callback(OwnDropoutPerRank())
+        self.add_callback(OwnDropoutPerRank(self))
         self.add_callback(Bookkeeping(self))
 
     @property
     def samples_per_step(self) -> int:
         """The global batch."""
         args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
 
     @property
     def samples_per_epoch(self) -> int:
@@ -110,8 +110,8 @@ class PretrainTrainer(SavingTrainer):
                 batch_size=self.args.per_device_train_batch_size,
                 batches=self.args.max_steps * accumulation,
                 done=self.start_step * accumulation,
-                replica=self.args.process_index,
-                replicas=self.args.world_size,
+                replica=self.replica,
+                replicas=self.replicas,
             ),
         )
 
@@ -121,9 +121,9 @@ class PretrainTrainer(SavingTrainer):
         sampler = ConsecutiveBatches(
             start=0,
             batch_size=size,
-            batches=len(dataset) // (size * self.args.world_size),
-            replica=self.args.process_index,
-            replicas=self.args.world_size,
+            batches=len(dataset) // (size * self.replicas),
+            replica=self.replica,
+            replicas=self.replicas,
         )
         return self._loader(dataset, sampler)
 
@@ -139,6 +139,8 @@ class PretrainTrainer(SavingTrainer):
         )
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self.has_pipeline:
+            return None, *self.summed_loss(inputs)
         with self.compute_loss_context_manager():
             return None, *loss_sum(model, self._prepare_inputs(inputs))
 
@@ -249,7 +251,7 @@ class PretrainTrainer(SavingTrainer):
             reading=self.throughput.reading,
             samples=samples,
             tokens=samples * self.throughput.tokens_per_sample,
-            accumulation=self.args.gradient_accumulation_steps,
+            accumulation=self.args.gradient_accumulation_steps * self.micro_batches,
             world=self.args.world_size,
             flops=samples * self.flops_per_sample,
         )

@@ -1,0 +1,105 @@
+"""What tensor-parallel processes tell each other, each with its backward.
+
+Megatron-LM's conjugate pairs (arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2).
+Sequences lie in dimension 1: (B, T, D).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SEQUENCE = 1
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return _sum(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _joined(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return _sum_and_part(gradient, ctx.group), None
+
+
+class _SumAndScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _sum_and_part(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        return _joined(gradient, ctx.group), None
+
+
+def copy(x: Tensor, group: Any) -> Tensor:
+    """`x` for work that is split over `group`; backward: the sum of the gradients."""
+    return _Copy.apply(x, group)
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum of `x` over `group`; backward: the gradient as it is."""
+    return _Sum.apply(x, group)
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """Parts of a sequence (B, T / n, D) joined to (B, T, D) for split work; backward: a part of the summed gradient."""
+    return _Gather.apply(x, group)
+
+
+def summed_and_scattered(x: Tensor, group: Any) -> Tensor:
+    """This process's part of the sequence, (B, T / n, D), of the sum over `group` of (B, T, D); backward: joined."""
+    return _SumAndScatter.apply(x, group)
+
+
+def part(x: Tensor, group: Any, dim: int) -> Tensor:
+    """This process's of n equal parts of `x` along `dim`."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+def joined(x: Tensor, group: Any, dim: int) -> Tensor:
+    """The parts of all processes along `dim`; no gradient."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _joined(x: Tensor, group: Any) -> Tensor:
+    return joined(x, group, SEQUENCE)
+
+
+def _sum_and_part(x: Tensor, group: Any) -> Tensor:
+    parts = [piece.contiguous() for piece in x.chunk(dist.get_world_size(group), SEQUENCE)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own

@@ -1,0 +1,142 @@
+"""One optimizer step, or one evaluation batch, through the stages of a pipeline.
+
+torch.distributed.pipelining moves activations; here the model is cut into stages, the schedule chosen, and the
+losses of the micro-batches brought together. Stage s of a process lies `pipeline` stages after its previous one.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from gptlm.parallel.mesh import Mesh
+from gptlm.parallel.split import layers_of
+
+
+def bubble(stages: int, chunks: int, micro_batches: int) -> float:
+    """The share of a step in which a process waits: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+class Stage(nn.Module):
+    """Consecutive layers of the model, with the embeddings before the first and the layer norm after the last."""
+
+    def __init__(self, model: Any, layers: range, *, first: bool, last: bool, context: Callable[[], Any]):
+        super().__init__()
+        body = model.transformer
+        self.layers = nn.ModuleList(body.h[layer] for layer in layers)
+        self.embeddings = nn.ModuleList((body.wte, body.wpe, body.drop)) if first else None
+        self.norm = body.ln_f if last else None
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids (b, T) on the first stage, else hidden states (b, T, D) -> hidden states."""
+        with self.context():
+            if self.embeddings is not None:
+                tokens, positions, dropout = self.embeddings
+                places = torch.arange(x.shape[1], device=x.device)[None]
+                x = dropout(tokens(x) + positions(places))
+            for layer in self.layers:
+                x = layer(x, None, None, None)
+            return x if self.norm is None else self.norm(x)
+
+
+class Pipeline:
+    """This process's stages and the schedule that drives them.
+
+    Args:
+        model: what `parallelize` made.
+        chunks: stages per process.
+        micro_batches: that a step's batch is cut into.
+        context: what stages and loss are computed in, for autocast.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        *,
+        chunks: int,
+        micro_batches: int,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        self.model, self.mesh, self.chunks, self.device, self.context = model, mesh, chunks, device, context
+        self.micro_batches = micro_batches
+        self.factor: Tensor | float = 1.0  # on the summed loss, for its gradient
+        self._training = self._schedule(micro_batches, training=True)
+        self._evaluations: dict[tuple[int, ...], Any] = {}
+
+    def step(self, ids: Tensor, targets: Tensor, factor: Tensor | float) -> Tensor:
+        """Forward and backward of a batch (B, T): gradients are added up.
+
+        Args:
+            factor: the summed loss is multiplied with it before backward.
+
+        Returns:
+            the summed loss times `factor`, a float32 scalar, on every stage.
+        """
+        self.factor = factor
+        return self._run(self._training.step, ids, targets)
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of a batch, on every stage."""
+        self.factor = 1.0
+        if tuple(ids.shape) not in self._evaluations:
+            count = self.mesh.dims.pipeline if self.chunks > 1 else 1
+            self._evaluations[tuple(ids.shape)] = self._schedule(count, training=False)
+        return self._run(self._evaluations[tuple(ids.shape)].eval, ids, targets)
+
+    def join_tied_gradients(self) -> None:
+        """The embedding's gradient is that of its use on the first stage and of its use on the last."""
+        if self.mesh.dims.pipeline > 1 and (self.mesh.is_first_stage or self.mesh.is_last_stage):
+            dist.all_reduce(self._embedding().grad, group=self.mesh.tied_group)
+
+    def _embedding(self) -> nn.Parameter:
+        model = self.model
+        return model.transformer.wte.weight if self.mesh.is_first_stage else model.lm_head.weight
+
+    def _run(self, run: Callable[..., Any], ids: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        more: dict[str, Any] = {"target": targets, "losses": losses} if self.mesh.is_last_stage else {}
+        run(*((ids,) if self.mesh.is_first_stage else ()), **more)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for loss in losses:
+            total += loss.detach().float()
+        dist.all_reduce(total, group=self.mesh.pipeline_group)
+        return total
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        with self.context():
+            return self.model.output_loss(hidden, self.model.lm_head.weight, targets) * self.factor
+
+    def _stages(self) -> list[PipelineStage]:
+        dims = self.mesh.dims
+        count = dims.pipeline * self.chunks
+        layers = self.model.config.n_layer
+        found = []
+        for number in range(self.mesh.pipeline_rank, count, dims.pipeline):
+            first, last = number == 0, number == count - 1
+            module = Stage(self.model, layers_of(number, count, layers), first=first, last=last, context=self.context)
+            found.append(PipelineStage(module, number, count, self.device, group=self.mesh.pipeline_group))
+        return found
+
+    def _schedule(self, micro_batches: int, *, training: bool) -> Any:
+        stages = self._stages()
+        settings: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        if self.chunks > 1:
+            kind: Any = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
+            return kind(stages, micro_batches, **settings)
+        enough = micro_batches >= self.mesh.dims.pipeline  # fewer cannot alternate forward and backward
+        return (Schedule1F1B if enough and training else ScheduleGPipe)(stages[0], micro_batches, **settings)

@@ -1,0 +1,132 @@
+"""The network's modules with their weights split over tensor-parallel processes.
+
+With `sequence`, activations between them are split along the sequence, too (B, T / n, D); layer norms, dropouts and
+residual sums then work on a part of the sequence, and the gradients of their weights are summed over the processes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlm.parallel.collectives import copy, gathered, part, summed, summed_and_scattered
+
+
+class ColumnLinear(nn.Module):
+    """A Linear whose outputs are split: (B, T, in) or, with `sequence`, (B, T / n, in) -> (B, T, out / n).
+
+    Args:
+        weight: (out / n, in); `bias`: (out / n,).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, group: Any, sequence: bool):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.group, self.sequence = group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gathered(x, self.group) if self.sequence else copy(x, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """A Linear whose inputs are split: (B, T, in / n) -> (B, T, out) or, with `sequence`, (B, T / n, out).
+
+    Args:
+        weight: (out, in / n); `bias`: (out,), whole everywhere, added once the parts are summed.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, group: Any, sequence: bool):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.group, self.sequence = group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight)
+        if self.sequence:
+            return summed_and_scattered(x, self.group) + copy(self.bias, self.group).to(x.dtype)
+        return summed(x, self.group) + self.bias.to(x.dtype)
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    """A layer norm of a part of the sequence."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float, group: Any):
+        super().__init__(weight.shape[0], eps=eps)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = copy(self.weight, self.group), copy(self.bias, self.group)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token embedding split by ids: (B, T) ids -> (B, T, D) or, with `sequence`, (B, T / n, D).
+
+    Args:
+        weight: (V / n, D), the rows of this process's ids.
+    """
+
+    def __init__(self, weight: Tensor, group: Any, sequence: bool):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.group, self.sequence = group, sequence
+        self.first = dist.get_rank(group) * weight.shape[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = ids - self.first
+        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
+        x = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        x = x.masked_fill(elsewhere[..., None], 0.0)
+        return summed_and_scattered(x, self.group) if self.sequence else summed(x, self.group)
+
+
+class SequencePositions(nn.Module):
+    """Position embedding of a part of the sequence: (1 or B, T) positions -> (1 or B, T / n, D)."""
+
+    def __init__(self, weight: Tensor, group: Any):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.group = group
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(part(positions, self.group, 1), copy(self.weight, self.group))
+
+
+class VocabularyLoss:
+    """The summed cross-entropy of an output layer whose rows are split, in place of `GPTLMHeadModel.output_loss`.
+
+    Args:
+        loss: `model.loss.linear_cross_entropy`.
+    """
+
+    def __init__(self, loss: Any, group: Any, sequence: bool):
+        self.loss, self.group, self.sequence = loss, group, sequence
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process."""
+        hidden = gathered(hidden, self.group) if self.sequence else copy(hidden, self.group)
+        first = dist.get_rank(self.group) * weight.shape[0]
+        return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), first_id=first, reduce=self._reduce)
+
+    def _reduce(self, values: Tensor, operation: str) -> Tensor:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=self.group)
+        return values
+
+
+@contextmanager
+def own_random_numbers(group: Any, device: torch.device) -> Iterator[None]:
+    """Inside, each process of `group` draws other random numbers; outside, all the same.
+
+    The inner seed is drawn from the outer generator, so recomputing a block, which restores that one, draws the same.
+    """
+    seed = int(torch.randint(2**62, (1,)).item())
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed((seed + dist.get_rank(group) + 1) % 2**63)
+        yield
