@@ -14,6 +14,9 @@ from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order
 from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
 from gptlm.config.generation import PREDICT, parse_predict, resolve_predict
+from gptlm.config.launch_script import split_command
+from gptlm.config.launching import HELP as LAUNCH_HELP
+from gptlm.config.launching import LAUNCH, parse_launch
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.run import PRETRAIN, Run, parse_pretrain
 from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft
@@ -33,16 +36,19 @@ PRINT_HELP = """
 With --print_config nothing is run: the resolved run, the origin of each value and all notes are printed as JSON."""
 
 
-def pretrain(argv: Sequence[str]) -> None:
+def pretrain(argv: Sequence[str]) -> int | None:
     words, printing = _without_print_config(argv)
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
         _print_run(run)
-        return
+        return None
+    if run.launch:  # the command asks for processes that nobody started
+        return launch(["-m", "gptlm", "pretrain", *words])
     see_one_card(run.training.device, os.environ)
     from gptlm.recipes.pretrain import pretrain as recipe
 
     recipe(run)
+    return None
 
 
 def sft(argv: Sequence[str]) -> None:
@@ -114,6 +120,13 @@ def demo(argv: Sequence[str]) -> None:
     recipe(arguments)
 
 
+def launch(argv: Sequence[str]) -> int:
+    from gptlm.recipes.launch import count_cards, is_own
+    from gptlm.recipes.launch import launch as recipe
+
+    return recipe(parse_launch(argv, os.environ.get("CUDA_VISIBLE_DEVICES"), count_cards=count_cards, is_own=is_own))
+
+
 def data(argv: Sequence[str]) -> None:
     tool, words = (argv[0], argv[1:]) if argv else ("", [])
     if tool not in DATA_TOOLS:
@@ -174,7 +187,7 @@ DATA_TOOLS = {
 class Command:
     """One command: what it does, what it is called in scripts/, its flags."""
 
-    run: Callable[[Sequence[str]], None]
+    run: Callable[[Sequence[str]], int | None]
     summary: str
     script: str
     vocabulary: Vocabulary
@@ -192,6 +205,7 @@ COMMANDS = {
         evaluate, "Accuracy and perplexity of a trained model.", "evaluate.py", EVALUATE, EVALUATE_HELP
     ),
     "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
+    "launch": Command(launch, "Start a script on all GPUs, on several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),
     "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
 }
 
@@ -206,11 +220,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if asked else 2
     name, rest = words[0], words[1:]
     command = COMMANDS[name]
-    if any(word in HELP for word in rest) and not (name == "data" and rest[0] in DATA_TOOLS):
+    ours = split_command(rest)[0] if name == "launch" else rest
+    if any(word in HELP for word in ours) and not (name == "data" and rest[0] in DATA_TOOLS):
         print(help_text(command.script, command.summary + command.more_help, command.vocabulary), end="")
         return 0
     try:
-        command.run(rest)
+        return command.run(rest) or 0
     except GptlmError as error:
         rank = os.environ.get("RANK")
         print(f"gptlm {name}: {f'rank {rank}: ' if rank else ''}error: {error}", file=sys.stderr)
@@ -218,7 +233,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:

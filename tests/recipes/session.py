@@ -59,7 +59,8 @@ def main(cases: str, results: str) -> None:
             dist.barrier()
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
-                found[name] = {"metrics": metrics, "history": json.loads(state.read_text())["log_history"]}
+                history = json.loads(state.read_text())["log_history"] if state.exists() else []
+                found[name] = {"metrics": metrics, "history": history}
         except (GptlmError, UsageError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}

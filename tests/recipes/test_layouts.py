@@ -3,21 +3,43 @@
 All runs of two and of four processes happen in one launched session each; the tests look at what they left.
 """
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from gptlm.data.cache import IndexCache
-from gptlm.data.splits import build_split, open_corpora
+from gptlm.training.checkpoint import read
 from tests.recipes.test_pretrain import reference_run
 from tests.recipes.test_sharding import NO_DROPOUT, losses, norms, run_session
 
 STEPS, SAVED = 6, 3
 BASE = (
-    f"--max_seq_length 16 --max_steps {STEPS} --eval_iters 2 --logging_steps 1 --save_steps {SAVED} --eval_steps {SAVED} "
+    f"--max_seq_length 16 --max_steps {STEPS} --eval_iters 2 --logging_steps 1 --save_steps {SAVED} "
+    f"--eval_steps {SAVED} "
     "--learning_rate 1e-2 --min_learning_rate 1e-3 --split 80,10,10 --warmup_steps 2 --weight_decay 0.1 --do_train "
-    "--do_eval --device cpu --disable_tqdm --report_to none --continue_training --global_batch_size 4"
+    "--do_eval --device cpu --disable_tqdm --report_to none --continue_training --global_batch_size 8"
 ).split()
+TP, PP = "--tensor_parallel_degree 2", "--pipeline_parallel_degree 2"
+ONE = "--per_device_train_batch_size 1"
+TWO = {  # layouts of two processes
+    "tp2": f"{TP} --per_device_train_batch_size 4",
+    "tp2 sp": f"{TP} --sequence_parallel 1 --per_device_train_batch_size 2 --recompute",
+    "pp2": f"{PP} {ONE}",
+    "pp2 one micro-batch": f"{PP} --per_device_train_batch_size 8",
+    "pp2 v2": f"{PP} --virtual_pp_degree 2 {ONE} --recompute --recompute_granularity core_attn",
+}
+FOUR = {  # of four
+    "tp2 pp2": f"{TP} {PP} {ONE}",
+    "tp2 sp pp2 v2": f"{TP} --sequence_parallel 1 {PP} --virtual_pp_degree 2 {ONE}",
+    "tp2 stage1": f"{TP} --sharding stage1 {ONE}",
+    "tp2 stage2": f"{TP} --sharding stage2 {ONE}",
+    "tp2 stage3": f"{TP} --sharding stage3 {ONE}",
+    "pp2 stage1": f"{PP} --sharding stage1 {ONE}",
+    "tp4": f"--tensor_parallel_degree 4 {ONE}",
+    "pp4": f"--pipeline_parallel_degree 4 {ONE}",
+}
+HALF = " --bf16 --fp16_opt_level O2"
 
 
 @pytest.fixture(scope="module")
@@ -25,41 +47,145 @@ def model(tmp_path_factory):
     """A stock GPT-2 of 4 layers and 4 heads with random weights."""
     folder = tmp_path_factory.mktemp("layouts") / "model"
     torch.manual_seed(3)
-    config = GPT2Config(
-        vocab_size=512, n_positions=16, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(vocab_size=512, n_positions=16, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def wanted(model, corpus_folder):
-    """Losses and final weights of the independent loop: 4 samples a step."""
-    return reference_run(model, corpus_folder / "mmap", STEPS, 1, 4)
-
-
-LAYOUTS = {  # words, for two processes
-    "tp2": "--tensor_parallel_degree 2 --per_device_train_batch_size 2",
-    "tp2 sp": "--tensor_parallel_degree 2 --sequence_parallel 1 --per_device_train_batch_size 2",
-    "pp2": "--pipeline_parallel_degree 2 --per_device_train_batch_size 1",
-    "pp2 few": "--pipeline_parallel_degree 2 --per_device_train_batch_size 4",
-    "pp2 v2": "--pipeline_parallel_degree 2 --virtual_pp_degree 2 --per_device_train_batch_size 1",
-}
-
-
-def cases_of(layouts, model, data, folder):
-    base = [*BASE, *NO_DROPOUT, "--input_dir", data, "--model_name_or_path", model, "--per_device_eval_batch_size", 2]
-    return [(name, [*base, *words.split(), "--output_dir", folder / name]) for name, words in layouts.items()]
+    """Losses, final weights and gradient norms of the independent loop."""
+    return reference_run(model, corpus_folder / "mmap", STEPS, 1, 8)
 
 
 @pytest.fixture(scope="module")
-def two(model, corpus_folder, tmp_path_factory):
+def words(model, corpus_folder):
+    base = [*BASE, "--input_dir", corpus_folder / "mmap", "--model_name_or_path", model]
+    return [*base, "--per_device_eval_batch_size", 2]
+
+
+def case(words, folder, name, more):
+    return name, [*words, *NO_DROPOUT, *more.split(), "--output_dir", folder / name.replace(" ", "_")]
+
+
+@pytest.fixture(scope="module")
+def two(words, tmp_path_factory):
+    """Each layout: whole, in bfloat16, with dropout twice, and resumed from the checkpoint of each other one."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_session(2, cases_of(LAYOUTS, model, corpus_folder / "mmap", folder), folder)
+    cases = [case(words, folder, name, more) for name, more in TWO.items()]
+    cases += [case(words, folder, f"{name} bf16", f"{more}{HALF}") for name, more in TWO.items()]
+    cases.append(case(words, folder, "pp2 bf16 O1", f"{TWO['pp2']} --bf16"))
+    cases.append(case(words, folder, "tp2 bf16 O1", f"{TWO['tp2']} --bf16"))
+    for name in ("tp2", "tp2 sp", "pp2 v2"):
+        dropout = "--hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
+        cases.append(case(words, folder, f"{name} dropout", f"{TWO[name]} {dropout}"))
+        start = folder / f"{name} dropout".replace(" ", "_") / f"checkpoint-{SAVED}"
+        cases.append(
+            case(words, folder, f"{name} dropout again", f"{TWO[name]} {dropout} --resume_from_checkpoint {start}")
+        )
+    for saved, resumed in (("tp2", "pp2"), ("pp2", "tp2 sp"), ("pp2 v2", "ddp"), ("ddp", "pp2 v2"), ("tp2", "tp2")):
+        if saved == "ddp":
+            cases.append(case(words, folder, "ddp", "--per_device_train_batch_size 4"))
+        start = folder / saved.replace(" ", "_") / f"checkpoint-{SAVED}"
+        more = TWO.get(resumed, "--per_device_train_batch_size 4") + f" --resume_from_checkpoint {start}"
+        cases.append(case(words, folder, f"{saved} to {resumed}", more))
+    cases.append(case(words, folder, "only evaluated", f"{PP} --do_train 0 --model_name_or_path {folder}/tp2"))
+    return folder, run_session(2, cases, folder)
+
+
+@pytest.fixture(scope="module")
+def four(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    cases = [case(words, folder, name, more) for name, more in FOUR.items()]
+    cases.append(case(words, folder, "tp2 pp2 bf16", FOUR["tp2 pp2"] + HALF))
+    start = folder / "tp2_pp2" / f"checkpoint-{SAVED}"
+    for name in ("tp2 stage3", "tp2 pp2"):
+        cases.append(case(words, folder, f"tp2 pp2 to {name}", f"{FOUR[name]} --resume_from_checkpoint {start}"))
+    return folder, run_session(4, cases, folder)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def check(session, wanted, name):
+    """The layout's run is the independent loop: losses, gradient norms, and the weights that stock code loads."""
+    folder, results = session
+    reference_losses, reference_weights, reference_norms = wanted
+    assert losses(results[name]) == pytest.approx(reference_losses, abs=1e-5)
+    assert norms(results[name]) == pytest.approx(reference_norms, abs=1e-4)
+    for key, value in weights(folder / name.replace(" ", "_")).items():
+        torch.testing.assert_close(value, reference_weights[key], atol=3e-5, rtol=0)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", TWO)
 def test_two_processes_train_like_one(two, wanted, name):
-    folder, results = two
-    assert losses(results[name]) == pytest.approx(wanted[0], abs=1e-5)
+    check(two, wanted, name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_train_like_one(four, wanted, name):
+    check(four, wanted, name)
+
+
+@pytest.mark.distributed
+def test_evaluations_agree(two, four):
+    """At the same weights: the loss of all targets, whatever reads them."""
+    found = {
+        name: [entry["eval_loss"] for entry in results[name]["history"] if "eval_loss" in entry]
+        for session in (two, four)
+        for results in [session[1]]
+        for name in (*TWO, *FOUR, "ddp")
+        if name in results
+    }
+    assert len(found) == len(TWO) + len(FOUR) + 1
+    for name, values in found.items():
+        assert values == pytest.approx(found["pp2"], abs=2e-5), name
+    alone = two[1]["only evaluated"]["metrics"]["eval_loss"]
+    assert alone == pytest.approx(found["tp2"][-1], abs=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [*TWO, "pp2 bf16 O1", "tp2 bf16 O1"])
+def test_bfloat16(two, wanted, name):
+    name = name if "bf16" in name else f"{name} bf16"
+    assert losses(two[1][name]) == pytest.approx(wanted[0], abs=3e-2)
+    assert losses(two[1][name])[-1] < wanted[0][0] - 0.3
+
+
+@pytest.mark.distributed
+def test_bfloat16_on_four(four, wanted):
+    assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=3e-2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", ["tp2 to pp2", "pp2 to tp2 sp", "pp2 v2 to ddp", "ddp to pp2 v2", "tp2 to tp2"])
+def test_a_checkpoint_goes_on_in_any_layout(two, wanted, pair):
+    exact = pair == "tp2 to tp2"
+    found = losses(two[1][pair])[-(STEPS - SAVED) :]
+    if exact:
+        assert found == losses(two[1]["tp2"])[-(STEPS - SAVED) :]
+    assert found == pytest.approx(wanted[0][SAVED:], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", ["tp2 pp2 to tp2 stage3", "tp2 pp2 to tp2 pp2"])
+def test_a_checkpoint_goes_on_in_any_layout_of_four(four, wanted, pair):
+    assert losses(four[1][pair])[-(STEPS - SAVED) :] == pytest.approx(wanted[0][SAVED:], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2 v2"])
+def test_dropout_goes_on_exactly(two, wanted, name):
+    whole, again = losses(two[1][f"{name} dropout"]), losses(two[1][f"{name} dropout again"])
+    assert again[-(STEPS - SAVED) :] == whole[-(STEPS - SAVED) :]
+    assert whole != pytest.approx(wanted[0], abs=1e-3)  # there was dropout
+
+
+@pytest.mark.distributed
+def test_the_checkpoint_says_what_wrote_it(two):
+    facts = read(two[0] / "pp2_v2" / f"checkpoint-{SAVED}").facts
+    assert (facts["layout"], facts["consumed_samples"]) == ([1, 2, 2], SAVED * 8)
+    shutil.rmtree(two[0] / "pp2_v2" / f"checkpoint-{STEPS}")

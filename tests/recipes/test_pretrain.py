@@ -70,7 +70,7 @@ def equal(a, b):
 
 
 def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=None):
-    """An independent plain loop on stock GPT-2: losses of each step, eval loss before training, final weights."""
+    """An independent plain loop on stock GPT-2: losses of each step, final weights, gradient norms."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -85,7 +85,7 @@ def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=
     rest = [p for name, p in model.named_parameters() if "bias" in name or "ln_" in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
-    found = []
+    found, norms = [], []
     for step in range(steps):
         rate = 1e-2 * (step + 1) / 2 if step + 1 <= 2 else 1e-3 + (1 - (step - 1) / 4) * 9e-3
         for group in optimizer.param_groups:
@@ -98,10 +98,10 @@ def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         found.append(loss.item())
-    return found, model.state_dict()
+    return found, model.state_dict(), norms
 
 
 NO_DROPOUT = ("--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0")
@@ -113,7 +113,7 @@ def test_losses_and_weights_equal_a_plain_loop(train, tiny_model, corpus_folder,
     _, history = train(
         *NO_DROPOUT, "--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulation
     )
-    wanted, final = reference_run(tiny_model, corpus_folder / "mmap", 6, batch, accumulation)
+    wanted, final, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, batch, accumulation)
     assert losses(history) == pytest.approx(wanted, abs=2e-5)
     for name, tensor in weights(tmp_path / "out").items():
         torch.testing.assert_close(tensor, final[name], rtol=0, atol=1e-4)
@@ -129,7 +129,7 @@ def test_masked_labels_count_only_what_is_left(train, tiny_model, corpus_folder,
 
     monkeypatch.setattr("gptlm.recipes.pretrain.collator", lambda run: masking)
     _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
-    wanted, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2, masked=250)
+    wanted, *_ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2, masked=250)
     assert losses(history) == pytest.approx(wanted, abs=2e-5)
 
 
@@ -144,7 +144,7 @@ def test_the_loss_does_not_depend_on_transformers_loss_type(train, tiny_model, c
 
     monkeypatch.setattr("gptlm.recipes.pretrain.make_model", make)
     _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
-    wanted, _ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2)
+    wanted, *_ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2)
     assert losses(history)[0] == pytest.approx(wanted[0], abs=1e-6)
 
 
