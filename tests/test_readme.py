@@ -6,8 +6,9 @@ import shlex
 import pytest
 
 from gptlm.config.data_tools import parse_order, parse_prefix
-from gptlm.config.evaluation import EVALUATE
+from gptlm.config.evaluation import EVALUATE, resolve_evaluate
 from gptlm.config.generation import parse_predict
+from gptlm.config.launching import parse_launch
 from gptlm.config.parser import parse
 from gptlm.config.run import parse_pretrain
 from gptlm.config.sft import parse_merge, parse_sft
@@ -48,6 +49,60 @@ def test_the_command_parses(line):
     words = shlex.split(line)
     assert (ROOT / "scripts" / f"{script}.py").is_file()
     assert PARSERS[script](words[words.index(f"scripts/{script}.py") + 1 :])
+
+
+ROWS = [tuple(cell.strip(" `") for cell in row) for row in re.findall(r"^\| (`.*?`) \| (`.*?`) \|$", TEXT, flags=re.M)]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The files that the table's commands name, in a working directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools").mkdir()
+    text = (ROOT / "src/gptlm/configs/fleetx/pretrain_gpt_base.yaml").read_text()
+    text += "Distributed: {dp_degree: , mp_degree: 1, pp_degree: 1}\nOffline_Eval: {eval_path: x, cloze_eval: False}\n"
+    for name in ("X.yaml", "configs_345m_single_card.yaml"):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def printed(words):
+    """Whether a command of the table resolves."""
+    script, rest = words[1].removeprefix("scripts/").removesuffix(".py"), words[2:]
+    if script == "launch":
+        plan = parse_launch(rest, is_own=lambda address: False)
+        return plan.script[-1] == "pretrain" and printed(["python", "run_pretrain.py", *plan.words])
+    rest = [word for word in rest if word != "..."]
+    if script == "run_pretrain":
+        return parse_pretrain(rest, {}, printing=True).as_json()
+    if script == "evaluate":
+        return resolve_evaluate([*rest, "-o", "Model.module=GPTEvalModule"], printing=True).as_json()
+    return script in ("finetune_generation", "predict_generation", "preprocess_data")
+
+
+def test_the_table_has_a_row_for_each_command():
+    assert len(ROWS) >= 18
+    for words in (
+        "tools/auto.py",
+        "tools/train.py",
+        "oneflow_gpt.training",
+        "examples/pretrain_1n8d",
+        "train_full_8p",
+    ):
+        assert any(words in typed for typed, _ in ROWS)
+
+
+@pytest.mark.parametrize(("typed", "now"), ROWS, ids=[typed[:50] for typed, _ in ROWS])
+def test_what_the_table_says_to_type(files, typed, now):
+    now = now.replace("IP:PORT", "10.0.0.1:6070").replace("IP1,IP2,IP3,IP4", "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4")
+    if "--num-layers 24 ..." in now:
+        now = now.replace("...", "--hidden-size 8 --num-attention-heads 2")
+    words = shlex.split(now)
+    assert (ROOT / words[1]).is_file()
+    if words[0] == "bash":
+        assert typed.split()[1].rpartition("/")[2].rpartition(".")[0] == words[1].rpartition("/")[2].rpartition(".")[0]
+    else:
+        assert printed(words)
 
 
 def test_make_targets_exist():

@@ -137,10 +137,10 @@ def test_evaluations_agree(two, four):
         name: [entry["eval_loss"] for entry in results[name]["history"] if "eval_loss" in entry]
         for session in (two, four)
         for results in [session[1]]
-        for name in (*TWO, *FOUR, "ddp")
-        if name in results
+        for name in (*TWO, *FOUR)
+        if name in results and "stage" not in name  # two replicas read twice as many windows
     }
-    assert len(found) == len(TWO) + len(FOUR) + 1
+    assert len(found) == len(TWO) + 4
     for name, values in found.items():
         assert values == pytest.approx(found["pp2"], abs=2e-5), name
     alone = two[1]["only evaluated"]["metrics"]["eval_loss"]
@@ -151,13 +151,13 @@ def test_evaluations_agree(two, four):
 @pytest.mark.parametrize("name", [*TWO, "pp2 bf16 O1", "tp2 bf16 O1"])
 def test_bfloat16(two, wanted, name):
     name = name if "bf16" in name else f"{name} bf16"
-    assert losses(two[1][name]) == pytest.approx(wanted[0], abs=3e-2)
-    assert losses(two[1][name])[-1] < wanted[0][0] - 0.3
+    assert losses(two[1][name]) == pytest.approx(wanted[0], abs=4e-3)
+    assert losses(two[1][name]) != pytest.approx(wanted[0], abs=1e-6)
 
 
 @pytest.mark.distributed
 def test_bfloat16_on_four(four, wanted):
-    assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=3e-2)
+    assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=4e-3)
 
 
 @pytest.mark.distributed

@@ -153,6 +153,8 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     dialect = resolve_dialect(parsed)
     launch = _resolve_wanted(parsed, environment, printing)
     resolve_world(parsed, environment, printing)
+    if launch:
+        parsed.set("world_size", wanted_processes(parsed.values), "derived: processes that are started")
     resolve_strategies(parsed)
     _resolve_weights(parsed)
     source = find_model(parsed)

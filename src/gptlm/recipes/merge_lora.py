@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from gptlm.config.sft import MergeArguments
+from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
 from gptlm.model.hub import model_folder
 from gptlm.model.lora import merged, settings_of
@@ -30,7 +31,11 @@ def merge_lora(arguments: MergeArguments) -> None:
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
     base = arguments.model_name_or_path or settings_of(adapters).get("base_model_name_or_path") or ""
     check_output("output_path", output)
-    merge(model_folder(base), adapters, output, getattr(torch, arguments.dtype))
+    source = model_folder(base)
+    for what, folder in (("adapters", adapters), ("model", Path(source))):
+        if output.resolve() == folder.resolve():
+            raise GptlmError(f"--output_path {output} is the folder of the {what}; give another one")
+    merge(source, adapters, output, getattr(torch, arguments.dtype))
 
 
 def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 HELD_OUT = 20  # one in so many examples, where there are none for evaluation
 MOST_HELD_OUT = 1000
 HUB_SPLITS = {"train": "train", "dev": "validation"}
+FILE_ENDINGS = (".json", ".jsonl", ".parquet")  # no dataset of the hub is called so
 PADDLE_END = " </s>"
 
 
@@ -172,6 +173,8 @@ def _sources(run: SftRun) -> dict[str, Path | str]:
                 raise GptlmError(f"{path} holds no train.json, train.jsonl, dev.json ... and is no saved dataset")
             if "train" not in found:
                 found["train"] = found.pop("dev")
+        elif path.suffix in FILE_ENDINGS or path.is_absolute() or str(data.dataset_name_or_path).startswith("."):
+            raise GptlmError(f"--dataset_name_or_path {path}: there is no such file or folder")
         else:
             found = {split: f"hub:{path}:{hub}" for split, hub in HUB_SPLITS.items()}
     if data.eval_dataset_name_or_path:
