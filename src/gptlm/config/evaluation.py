@@ -118,7 +118,7 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
         problems += parsed.refusals
     _refuse(problems, parsed)
     name = parsed.values["model_name_or_path"]
-    if printing and not (name in PRESETS or Path(name or "").is_dir()):
+    if printing and not (name and (name in PRESETS or Path(name).is_dir())):
         parsed.note(f"the model {name} is not there: sizes and lengths are not checked")
     else:
         shape = _shape(name)
