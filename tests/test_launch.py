@@ -1,98 +1,235 @@
-"""The launcher on real processes: logs, signals, and a rank that dies."""
+"""The launcher at work: two processes of a small script, their output, their end. None of it needs a GPU."""
 
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
 
-GOOD = """
-import os
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
-"""
-ONE_DIES = """
-import os, sys, time
-print("rank", os.environ["RANK"], flush=True)
-if os.environ["RANK"] == "1":
-    print("the reason", file=sys.stderr, flush=True)
-    sys.exit(3)
-time.sleep(60)
-"""
-WAITS = """
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
 import os, signal, sys, time
-def ended(number, frame):
-    print("told", number, flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, ended)
-print("pid", os.getpid(), flush=True)
-time.sleep(60)
+from pathlib import Path
+
+rank = os.environ["RANK"]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "words", sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"))
+print("to stderr", rank, file=sys.stderr)
+end = sys.argv[1]
+if end == "dies" and rank == "1":
+    print("the reason")
+    sys.exit(3)
+if end == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if end != "ends":
+    def got(number, frame):
+        print("rank", rank, "got", number)
+        sys.exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, got)
+    Path(f"ready{rank}").touch()
+    time.sleep(60)
 """
 
 
-@pytest.fixture
-def launch(tmp_path):
-    """Start the launcher on a script with two processes."""
-
-    def start(text, *words):
-        (tmp_path / "script.py").write_text(text)
-        command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--nproc_per_node", "2", "--log_dir", "logs"]
-        return subprocess.Popen(
-            [*command, *words, "script.py"],
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
+@pytest.fixture(autouse=True)
+def here(tmp_path) -> Path:
+    (tmp_path / "small.py").write_text(SCRIPT)
+    return tmp_path
 
 
-def log(folder: Path, rank: int) -> str:
-    return (folder / "logs" / f"workerlog.{rank}").read_text()
+def start(here: Path, *words: str) -> subprocess.Popen:
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gptlm.launch", *words],
+        cwd=here,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def test_each_process_has_its_log(launch, tmp_path):
-    started = launch(GOOD)
-    out, error = started.communicate(timeout=60)
-    assert started.returncode == 0, error
-    assert out == "rank 0 of 2\n"  # the first process is also on the terminal
-    assert (log(tmp_path, 0), log(tmp_path, 1)) == ("rank 0 of 2\n", "rank 1 of 2\n")
-    assert "torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 script.py" in error
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["workerlog.0", "workerlog.1"]
+def ended(launcher: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    try:
+        stdout, stderr = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    return launcher.returncode, stdout, stderr
 
 
-def test_one_that_dies_ends_all_and_is_named(launch):
-    started = launch(ONE_DIES)
-    before = time.monotonic()
-    _, error = started.communicate(timeout=60)
-    assert time.monotonic() - before < 45
-    assert started.returncode == 3
-    assert "error: rank 1 ended with exit code 3, the other ranks were ended" in error
-    assert "workerlog.1" in error and "    the reason" in error
+def left(here: Path) -> list[list[str]]:
+    """Living processes that were started in `here`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(here):
+                found.append(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
 
 
-def test_a_signal_reaches_all_and_nothing_is_left(launch, tmp_path):
-    started = launch(WAITS)
+def wait_for(here: Path, condition) -> None:
     deadline = time.monotonic() + 60
-    pids: list[str] = []
-    while len(pids) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
-        pids = [p for rank in (0, 1) if (tmp_path / f"logs/workerlog.{rank}").exists()
-                for p in re.findall(r"pid (\d+)", log(tmp_path, rank))]  # fmt: skip
-    assert len(pids) == 2
-    started.send_signal(signal.SIGTERM)
-    _, error = started.communicate(timeout=60)
-    assert started.returncode == 128 + signal.SIGTERM
-    assert "ended by SIGTERM, which was passed on to all ranks" in error
-    assert all("told 15" in log(tmp_path, rank) for rank in (0, 1))
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    while not condition():
+        assert time.monotonic() < deadline, left(here)
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[Path, int, str, str]]:
+    """Folder, exit code, stdout and stderr of runs by what their ranks do; all go on at the same time."""
+    launchers = {}
+    for name in ("ends", "dies", "killed"):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "small.py").write_text(SCRIPT)
+        (folder / "my logs").mkdir()
+        (folder / "my logs" / "workerlog.1").write_text("an earlier run\n")
+        more = {"ends": ["--gpus", "0,1", "--log_overwrite"], "dies": ["--nproc_per_node", "2"]}
+        words = [*more.get(name, more["dies"]), "--log_dir", "my logs", "small.py", name, "a b"]
+        launchers[name] = (folder, start(folder, *words))
+    return {name: (folder, *ended(launcher)) for name, (folder, launcher) in launchers.items()}
+
+
+def test_two_ranks_run_to_their_end(runs):
+    folder, code, stdout, stderr = runs["ends"]
+    command = "torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 small.py ends 'a b'"
+    assert (code, stdout) == (0, "rank 0 of 2 words ['ends', 'a b'] 0,1\n"), stderr
+    assert stderr == f"gptlm launch: CUDA_VISIBLE_DEVICES=0,1 {command}\nto stderr 0\n"
+    for rank in (0, 1):
+        lines = (folder / "my logs" / f"workerlog.{rank}").read_text().splitlines()
+        assert sorted(lines) == [f"rank {rank} of 2 words ['ends', 'a b'] 0,1", f"to stderr {rank}"]
+    assert sorted(path.name for path in (folder / "my logs").iterdir()) == ["workerlog.0", "workerlog.1"]
+    assert left(folder) == []
+
+
+def test_the_first_rank_that_dies_is_named(runs):
+    folder, code, _, stderr = runs["dies"]
+    assert code == 3 and "error: rank 1 ended with exit code 3" in stderr
+    said = stderr.split("its output is in my logs/workerlog.1, the last lines are\n")[1].splitlines()
+    assert "    the reason" in said and "    to stderr 1" in said and "    an earlier run" not in said
+    assert "the reason" not in stderr.split("error: rank 1")[0]  # only rank 0 writes to the terminal
+    log = (folder / "my logs" / "workerlog.1").read_text()
+    assert log.startswith("an earlier run\n") and "the reason\n" in log
+    assert "Traceback" not in stderr and left(folder) == []
+
+
+def test_a_rank_that_is_killed(runs):
+    folder, code, _, stderr = runs["killed"]
+    assert code == 128 + 9 and "error: rank 1 ended with signal SIGKILL" in stderr and left(folder) == []
+
+
+def test_a_signal_reaches_every_rank(here):
+    launchers = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        folder = here / number.name
+        folder.mkdir()
+        (folder / "small.py").write_text(SCRIPT)
+        launchers[number] = (folder, start(folder, "--nproc_per_node", "2", "small.py", "waits"))
+    for number, (folder, launcher) in launchers.items():
+        wait_for(folder, lambda: all((folder / f"ready{rank}").exists() for rank in (0, 1)))  # noqa: B023
+        launcher.send_signal(number)
+    for number, (folder, launcher) in launchers.items():
+        code, _, stderr = ended(launcher)
+        assert code == 128 + number and f"ended by {number.name}" in stderr
+        for rank in (0, 1):
+            assert f"rank {rank} got {int(number)}\n" in (folder / "log" / f"workerlog.{rank}").read_text()
+        assert left(folder) == []
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.3, 1.0])
+def test_a_signal_during_the_start_leaves_nothing(here, waited):
+    launcher = start(here, "--nproc_per_node", "2", "small.py", "waits")
+    wait_for(here, lambda: len(left(here)) > 1)  # torchrun is there, or about to be
+    time.sleep(waited)
+    launcher.terminate()
+    assert ended(launcher)[0] == 143 and left(here) == []
+
+
+def test_a_launcher_that_is_killed_takes_the_ranks_along(here):
+    launcher = start(here, "--nproc_per_node", "2", "small.py", "waits")
+    wait_for(here, lambda: all((here / f"ready{rank}").exists() for rank in (0, 1)))
+    launcher.kill()
+    launcher.communicate(timeout=60)
+    wait_for(here, lambda: left(here) == [])
+
+
+def test_what_torchrun_says_is_shown_where_no_rank_is_to_blame(here):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        code, _, stderr = ended(start(here, "--nproc_per_node", "1", "--port", str(port), "small.py", "ends"))
+    assert code == 1 and "no rank is to blame; it says:" in stderr and "EADDRINUSE" in stderr
+    assert left(here) == []
+
+
+def test_help_before_the_script_is_the_launcher_s(here):
+    code, stdout, _ = ended(start(here, "--gpus", "0", "--help"))
+    assert code == 0 and "--nproc_per_node <int>" in stdout and "FILE.py or -m MODULE" in stdout
+    code, _, stderr = ended(start(here, "--gpus", "0,1", "--xpus", "1", "none.py"))
+    assert code == 2 and stderr.startswith("gptlm launch: error: the script none.py does not exist")
+
+
+def test_logs_that_cannot_be_written(here):
+    (here / "log").write_text("")
+    code, _, stderr = ended(start(here, "--nproc_per_node", "1", "small.py", "ends"))
+    assert code == 1 and "--log_dir log cannot be written to" in stderr
+
+
+CONTAINER = ["bash", str(ROOT / "scripts" / "launch_container.sh")]
+FAKE_DOCKER = '#!/bin/bash\nprintf "<%s>" "$@"\n'
+
+
+def container(here: Path, *words: str, docker: bool = True) -> subprocess.CompletedProcess:
+    (here / "bin").mkdir()
+    for name in ("bash", "sed"):
+        (here / "bin" / name).symlink_to(f"/bin/{name}")
+    if docker:
+        (here / "bin" / "docker").write_text(FAKE_DOCKER)
+        (here / "bin" / "docker").chmod(0o755)
+    return subprocess.run(
+        [*CONTAINER, *words], cwd=here, env={"PATH": str(here / "bin")}, capture_output=True, text=True, timeout=20
+    )
+
+
+def test_oneflow_s_container_command(here):
+    (here / "more data").mkdir()
+    words = ["--src", str(here), "--py", "3.7", "--image", "gptlm:1", "--wheel", "o.whl", "--extra-mount", "more data"]
+    result = container(here, *words, "--proxy=http://p:1", "--cmd", "python3 -m oneflow_gpt.training --num-nodes 1")
+    assert result.returncode == 0, result.stderr
+    line, arguments = result.stdout.splitlines()
+    assert line.startswith("docker run --rm --init --gpus all --network host --ipc host ")
+    given = arguments.strip("<>").split("><")
+    assert given[-4:] == ["gptlm:1", "bash", "-c", "gptlm launch python3 -m oneflow_gpt.training --num-nodes 1"]
+    assert f"{here}:{here}" in given and f"{here}/more data:{here}/more data" in given
+    assert "https_proxy=http://p:1" in given and "--tty" not in given
+    for word in ("--src", "--py", "--wheel"):
+        assert f"{word} has no effect" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "docker", "code", "message"),
+    [
+        (["--image", "i", "--cmd", "true"], False, 1, "docker is not installed here"),
+        (["--cmd", "true"], True, 2, "give --image IMAGE"),
+        (["--image", "i", "--extra-mount", "nowhere"], True, 2, "--extra-mount nowhere is not a folder"),
+        (["--imagine", "i"], True, 2, "--imagine is unknown"),
+        (["--image"], True, 2, "--image is unknown or lacks its value"),
+        (["--image", "i", "true"], True, 2, "unexpected word 'true'"),
+    ],
+)
+def test_container_commands_that_are_refused(here, words, docker, code, message):
+    result = container(here, *words, docker=docker)
+    assert result.returncode == code and message in result.stderr
 
 
 def test_oneflow_s_command_starts_its_own_processes(corpus_folder, tmp_path):

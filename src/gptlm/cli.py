@@ -18,6 +18,7 @@ from gptlm.config.launch_script import split_command
 from gptlm.config.launching import HELP as LAUNCH_HELP
 from gptlm.config.launching import LAUNCH, parse_launch
 from gptlm.config.parser import Vocabulary, help_text
+from gptlm.config.planning import PLAN, parse_plan, with_layout
 from gptlm.config.run import PRETRAIN, Run, parse_pretrain
 from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft
 from gptlm.config.tools import (
@@ -38,6 +39,7 @@ With --print_config nothing is run: the resolved run, the origin of each value a
 
 def pretrain(argv: Sequence[str]) -> int | None:
     words, printing = _without_print_config(argv)
+    words = with_layout(words, os.environ)
     run = parse_pretrain(words, os.environ, printing=printing)
     if printing:
         _print_run(run)
@@ -127,6 +129,13 @@ def launch(argv: Sequence[str]) -> int:
     return recipe(parse_launch(argv, os.environ.get("CUDA_VISIBLE_DEVICES"), count_cards=count_cards, is_own=is_own))
 
 
+def plan(argv: Sequence[str]) -> None:
+    job = parse_plan(argv)
+    from gptlm.recipes.plan import plan as recipe
+
+    recipe(job)
+
+
 def data(argv: Sequence[str]) -> None:
     tool, words = (argv[0], argv[1:]) if argv else ("", [])
     if tool not in DATA_TOOLS:
@@ -205,6 +214,7 @@ COMMANDS = {
         evaluate, "Accuracy and perplexity of a trained model.", "evaluate.py", EVALUATE, EVALUATE_HELP
     ),
     "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
+    "plan": Command(plan, "Which layouts fit a number of GPUs, and the likely fastest.", "plan.py", PLAN),
     "launch": Command(launch, "Start a script on all GPUs, on several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),
     "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
 }

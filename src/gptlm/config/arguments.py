@@ -90,6 +90,8 @@ class ParallelArguments:
     data_parallel_degree: int = arg(-1, "groups of replicas, each of which shards on its own; -1: what is left")
     adapt_dp: bool = arg(False, "take what is left where data_parallel_degree does not fit the number of processes")
     sharding_parallel_config: str = arg("", "names of sharding optimisations", words=True)
+    auto_parallel: bool = arg(False, "take the layout that gptlm plan puts first for this number of processes")
+    auto_parallel_memory: float = arg(80.0, "with auto_parallel: GiB of each card")
     deepspeed: str | None = arg(None, "a DeepSpeed configuration file")
     local_rank: int = arg(-1, "given by launchers; LOCAL_RANK in the environment is what counts")
     world_size: int | None = arg(None, "with --print_config: resolve for this many processes")

@@ -7,7 +7,7 @@ words for nodes and GPUs count wherever they stand.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class LaunchPlan:
 
     Attributes:
         processes: processes on this node.
-        node_rank: None: the nodes find their ranks when they meet.
+        rank: of this node; None: the nodes find their ranks when they meet.
         master: address at which the processes meet.
         port: None: one node, any free port.
         devices: the cards the processes may see; none: all.
@@ -63,7 +63,7 @@ class LaunchPlan:
 
     processes: int
     nodes: int
-    node_rank: int | None
+    rank: int | None
     master: str
     port: int | None
     devices: tuple[str, ...]
@@ -94,10 +94,10 @@ class LaunchPlan:
             return ["--standalone", "--local_addr", LOOPBACK]
         here = ["--local_addr", self.host] if self.host and self.nodes > 1 else []
         nodes = ["--nnodes", str(self.nodes), *here]
-        if self.node_rank is None:
+        if self.rank is None:
             endpoint = f"{self.master}:{self.port}"
             return [*nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", self.job_id]
-        rank = ["--node_rank", str(self.node_rank)] if self.nodes > 1 else []
+        rank = ["--node_rank", str(self.rank)] if self.nodes > 1 else []
         return [*nodes, *rank, "--master_addr", self.master, "--master_port", str(self.port)]
 
 
@@ -108,13 +108,9 @@ def parse_launch(
     count_cards: Callable[[], int] = lambda: 0,
     is_own: Callable[[str], bool] = lambda address: False,
 ) -> LaunchPlan:
-    """The plan of a command line.
+    """The plan of a command line under CUDA_VISIBLE_DEVICES=`visible`.
 
-    Args:
-        argv: the words.
-        visible: CUDA_VISIBLE_DEVICES of the environment.
-        count_cards: counts the machine's GPUs; asked only where nothing else says how many processes to start.
-        is_own: whether an address is this machine's.
+    `count_cards` counts the machine's GPUs where nothing else says how many; `is_own` knows the machine's addresses.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -136,13 +132,14 @@ def parse_launch(
     problems += [] if problems else [*_nodes(parsed, is_own), *_processes(parsed, devices)]
     if problems:
         raise UsageError("\n".join(problems))
+    if note:
+        parsed.note(note)
     processes = values["nproc_per_node"] or len(devices) or _cards(visible, count_cards)
     taken = {name: values[name] for name in ("master", "port", "host", "job_id", "log_overwrite")}
-    plan = LaunchPlan(
-        **taken, processes=processes, nodes=int(values["nnodes"]), node_rank=values["rank"], devices=devices,
+    return LaunchPlan(
+        **taken, processes=processes, nodes=int(values["nnodes"]), rank=values["rank"], devices=devices,
         log_dir=Path(values["log_dir"]), script=started, words=tuple(words), notes=tuple(parsed.notes),
     )  # fmt: skip
-    return replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
 def _take_script_words(parsed: Parsed, words: Sequence[str]) -> Iterator[str]:

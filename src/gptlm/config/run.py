@@ -83,7 +83,7 @@ class Run:
 
     def as_arguments(self) -> str:
         """The run as a JSON argument file; what belongs to one start alone is left out."""
-        once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir")
+        once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel")
         values = {name: value for group in self.groups for name, value in asdict(group).items()}
         kept = {name: value for name, value in values.items() if value is not None and name not in once}
         return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"

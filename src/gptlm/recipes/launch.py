@@ -98,7 +98,7 @@ def _run(plan: LaunchPlan, raw: Path, ranks: Sequence[RankOutput], caught: Seque
     """
     _say(plan.shown())
     if plan.nodes > 1:
-        place = "this node" if plan.node_rank is None else f"node {plan.node_rank}"
+        place = "this node" if plan.rank is None else f"node {plan.rank}"
         _say(f"{place} of {plan.nodes} meets the others at {plan.master}:{plan.port}")
     redirected = {"PET_LOG_DIR": str(raw), "PET_REDIRECTS": "3"}  # torchrun's --log-dir and --redirects
     with open(raw / TORCHRUN_LOG, "wb") as log:

@@ -1,0 +1,139 @@
+"""Flags of `gptlm plan`, and the layout that `--auto_parallel` takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptlm.config.arguments import arg
+from gptlm.config.parser import Vocabulary, build, parse
+from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain
+from gptlm.errors import UsageError
+from gptlm.parallel.memory import GIB, Layout, Sizes
+from gptlm.parallel.planner import Cluster, candidates
+
+PRECISIONS = ("fp32", "O1", "O2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """The machine to plan for. All other flags are those of pretraining: the model, the batch, the precision."""
+
+    num_gpus: int = arg(8, "cards in all")
+    gpus_per_node: int = arg(8, "cards that share fast links")
+    gpu_memory: float = arg(80.0, "GiB of each card")
+    gpu_tflops: float = arg(989.0, "peak of a card in half precision, in 10^12 operations per second")
+    link_gbs: float = arg(300.0, "GB/s between cards of a node")
+    network_gbs: float = arg(25.0, "GB/s of each card between nodes")
+    rows: int = arg(10, "layouts to print")
+
+
+OWN = Vocabulary((PlanArguments,))
+PLAN = Vocabulary((PlanArguments, *PRETRAIN.groups), PRETRAIN.renamed, PRETRAIN.ignored, PRETRAIN.refused)
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """A checked planning command."""
+
+    machine: PlanArguments
+    run: PretrainRun
+    typed: tuple[str, ...]
+
+
+def parse_plan(argv: Sequence[str]) -> PlanJob:
+    """Raises UsageError listing everything that is wrong."""
+    own, rest = _own_words(list(argv))
+    parsed = parse(OWN, own)
+    values: dict[str, Any] = parsed.values
+    problems = [f"--{name} {value:g}: expected more than 0" for name, value in values.items() if not value > 0]
+    if problems:
+        raise UsageError("\n".join(problems))
+    run = parse_pretrain(rest, {}, printing=True)
+    if run.dims.shares_replicas:
+        raise UsageError("tensor and pipeline degrees are what is planned; leave them out")
+    return PlanJob(build(PlanArguments, values), run, tuple(rest))
+
+
+def _own_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words of PlanArguments, and the others."""
+    own: list[str] = []
+    rest: list[str] = []
+    into = rest
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            into = own if name in OWN.flags() else rest
+        elif word in ("-c", "-o"):
+            into = rest
+        into.append(word)
+    return own, rest
+
+
+def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """`argv` with the flags of the best layout where it asks for `--auto_parallel`.
+
+    Raises:
+        UsageError: if nothing fits, or the layout is given, too.
+    """
+    if not any(word.replace("-", "_").startswith("__auto_parallel") for word in argv):
+        return argv
+    run = parse_pretrain(argv, environment, printing=True)
+    if not run.parallel.auto_parallel:
+        return argv
+    if run.dims.shares_replicas or run.parallel.sharding:
+        raise UsageError("--auto_parallel chooses degrees and sharding; leave them out")
+    sizes, precision = sizes_of(run), precision_of(run)
+    cluster = Cluster(run.dims.world, min(run.dims.world, 8), run.parallel.auto_parallel_memory * GIB)
+    found = candidates(sizes, cluster, run.batch.total, precision)
+    if not found:
+        raise UsageError(
+            f"--auto_parallel: no layout of {run.dims.world} processes fits into {run.parallel.auto_parallel_memory:g} "
+            f"GiB a card with a global batch of {run.batch.total}; gptlm plan says what comes nearest"
+        )
+    return [*argv, "--global_batch_size", str(run.batch.total), *words_of(found[0].layout)]
+
+
+def sizes_of(run: PretrainRun) -> Sizes:
+    shape = run.shape
+    return Sizes(
+        layers=shape.num_hidden_layers,
+        width=shape.hidden_size,
+        inner=shape.intermediate_size,
+        heads=shape.num_attention_heads,
+        vocabulary=shape.vocab_size,
+        positions=shape.max_position_embeddings,
+        length=run.data.max_seq_length,
+    )
+
+
+def cluster_of(machine: PlanArguments) -> Cluster:
+    return Cluster(
+        cards=machine.num_gpus,
+        per_node=min(machine.gpus_per_node, machine.num_gpus),
+        memory=machine.gpu_memory * GIB,
+        peak=machine.gpu_tflops * 1e12,
+        link=machine.link_gbs * 1e9,
+        network=machine.network_gbs * 1e9,
+    )
+
+
+def precision_of(run: PretrainRun) -> str:
+    training = run.training
+    half = (training.fp16 or training.bf16) and training.fp16_opt_level != "O0"
+    return training.fp16_opt_level if half else "fp32"
+
+
+def words_of(layout: Layout) -> list[str]:
+    """The flags of a layout."""
+    words = ["--tensor_parallel_degree", str(layout.tensor), "--pipeline_parallel_degree", str(layout.pipeline)]
+    words += ["--per_device_train_batch_size", str(layout.micro)]
+    words += ["--gradient_accumulation_steps", str(layout.accumulation)]
+    if layout.chunks > 1:
+        words += ["--virtual_pp_degree", str(layout.chunks)]
+    if layout.sequence:
+        words += ["--sequence_parallel", "1"]
+    if layout.stage:
+        words += ["--sharding", f"stage{layout.stage}"]
+    if layout.recompute:
+        words += ["--recompute", "1", "--recompute_granularity", layout.recompute]
+    return words

@@ -1,0 +1,60 @@
+"""The planner's arithmetic against what was measured on H100 cards (torch.cuda.max_memory_allocated, GiB).
+
+benchmarks/strategies.py, 345M, 1024 tokens, 20 steps: micro-batch 16 on one card, 8 on two.
+"""
+
+import pytest
+
+from gptlm.parallel.memory import GIB, Layout, Sizes, in_flight, memory_of
+
+M345 = Sizes(layers=24, width=1024, inner=4096, heads=16, vocabulary=50304, positions=1024, length=1024)
+TWO = {"data": 2, "shards": 2, "micro": 8}
+MEASURED = [
+    (Layout(micro=16, precision="fp32"), 29.0),
+    (Layout(micro=16, precision="O1"), 19.3),
+    (Layout(micro=16), 19.0),
+    (Layout(micro=16, recompute="full"), 7.7),
+    (Layout(micro=16, recompute="full_attn"), 16.0),
+    (Layout(micro=16, recompute="core_attn"), 19.0),
+    (Layout(**TWO, precision="O1"), 13.7),
+    (Layout(**TWO), 13.6),
+    (Layout(**TWO, stage=1), 10.8),
+    (Layout(**TWO, stage=2), 10.8),
+    (Layout(**TWO, stage=3), 11.2),
+    (Layout(**TWO, stage=2, precision="O1"), 18.5),
+]
+
+
+@pytest.mark.parametrize(("layout", "measured"), MEASURED)
+def test_measured_memory_is_foretold_within_15_percent(layout, measured):
+    assert memory_of(M345, layout).total / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_parameters():
+    """Those of GPT-2 medium with a padded vocabulary: 24 x (12 D^2 + 13 D) + (50304 + 1024) D + 2 D, D = 1024."""
+    assert M345.parameters == 24 * (12 * 1024**2 + 13 * 1024) + (50304 + 1024) * 1024 + 2 * 1024
+
+
+def test_what_each_strategy_saves():
+    """Bytes by hand: 16 per parameter without sharding under O2; over 4 replicas 16 / 4 of them at stage 3."""
+    parameters = M345.parameters - 2 * 1024  # the final norm is left out
+    plain = memory_of(M345, Layout(micro=1))
+    assert plain.weights + plain.gradients + plain.optimizer == pytest.approx(16 * parameters)
+    for stage, share in ((1, 2 + 2 + 12 / 4), (2, 2 + 2 / 4 + 12 / 4), (3, 16 / 4)):
+        found = memory_of(M345, Layout(micro=1, data=4, shards=4, stage=stage))
+        assert found.weights + found.gradients + found.optimizer == pytest.approx(share * parameters)
+    halved = memory_of(M345, Layout(micro=1, tensor=2))
+    assert halved.weights == pytest.approx(plain.weights / 2)
+
+
+def test_activations_of_sequence_parallelism_are_a_share_of_all():
+    whole = memory_of(M345, Layout(micro=4)).activations
+    assert memory_of(M345, Layout(micro=4, tensor=4, sequence=True)).activations == pytest.approx(whole / 4)
+    assert memory_of(M345, Layout(micro=4, tensor=4)).activations > whole / 4
+
+
+def test_micro_batches_in_flight():
+    assert in_flight(Layout()) == 1
+    assert in_flight(Layout(pipeline=4, accumulation=8)) == 4
+    assert in_flight(Layout(pipeline=4, accumulation=2)) == 2
+    assert in_flight(Layout(pipeline=4, accumulation=8, chunks=2)) == 4 * (1 + 3 / 8)

@@ -1,0 +1,109 @@
+"""The planner: what it offers is possible, fits, and runs as typed."""
+
+import json
+import shlex
+import time
+
+import pytest
+
+from gptlm.cli import main
+from gptlm.config.planning import parse_plan, with_layout
+from gptlm.config.run import parse_pretrain
+from gptlm.errors import GptlmError, UsageError
+from gptlm.parallel.memory import GIB, Sizes
+from gptlm.parallel.planner import RESERVE, Cluster, candidates, layouts, smallest
+
+M345 = Sizes(layers=24, width=1024, inner=4096, heads=16, vocabulary=50304, positions=1024, length=1024)
+M13B = Sizes(layers=40, width=5120, inner=20480, heads=40, vocabulary=50432, positions=2048, length=2048)
+M175B = Sizes(layers=96, width=12288, inner=49152, heads=96, vocabulary=51200, positions=2048, length=2048)
+
+
+@pytest.mark.parametrize(("sizes", "cards", "batch"), [(M345, 8, 64), (M13B, 16, 480), (M345, 6, 12)])
+def test_every_layout_is_possible(sizes, cards, batch):
+    found = list(layouts(sizes, Cluster(cards), batch, "O2"))
+    assert found and len(set(found)) == len(found)
+    for layout in found:
+        assert layout.tensor * layout.pipeline * layout.data == cards
+        assert layout.micro * layout.accumulation * layout.data == batch
+        assert sizes.heads % layout.tensor == 0 and layout.pipeline * layout.chunks <= sizes.layers
+        assert layout.stage <= (1 if layout.pipeline > 1 else 3)
+
+
+def test_what_is_offered_fits_and_the_fastest_is_first():
+    found = candidates(M13B, Cluster(16, memory=40 * GIB), 480, "O2")
+    assert all(candidate.memory.total <= 40 * GIB * RESERVE for candidate in found)
+    seconds = [round(candidate.seconds, 4) for candidate in found]
+    assert seconds == sorted(seconds) and len(found) > 10
+
+
+def test_a_small_model_is_only_replicated():
+    best = candidates(M345, Cluster(8), 64, "O2")[0].layout
+    assert (best.tensor, best.pipeline, best.data, best.stage, best.recompute) == (1, 1, 8, 0, "")
+
+
+def test_a_large_model_is_split():
+    best = candidates(M175B, Cluster(1024), 1536, "O2")[0].layout
+    assert best.tensor > 1 and best.pipeline > 1
+    assert not candidates(M175B, Cluster(8), 1536, "O2")
+    assert smallest(M175B, Cluster(8), 1536, "O2").memory.total > 80 * GIB
+
+
+def test_a_thousand_cards_take_seconds():
+    started = time.process_time()
+    assert candidates(M175B, Cluster(1024), 1536, "O2")
+    assert time.process_time() - started < 30
+
+
+WORDS = "--model_name_or_path gpt2-medium-en --global_batch_size 32 --bf16 --fp16_opt_level O2"
+
+
+def test_the_printed_command_resolves(capsys):
+    assert main(["plan", "--num_gpus", "4", "--gpu_memory", "5", *WORDS.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == "TP PP DP ZeRO micro accum recompute GiB tokens/s waiting".split()
+    words = shlex.split(lines[-1])
+    run = parse_pretrain([*words[words.index("scripts/run_pretrain.py") + 1 :], "--world_size", "4"], {}, printing=True)
+    row = lines[2].split()
+    assert (run.dims.tensor, run.dims.pipeline, run.batch.total) == (int(row[0]), int(row[1].split("x")[0]), 32)
+    assert float(row[7]) <= 5 * RESERVE
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--num_gpus 0", "--num_gpus 0: expected more than 0"),
+        ("--num_gpuss 8", "--num_gpuss is unknown"),
+        ("--tensor_parallel_degree 1 --pipeline_parallel_degree 2 --world_size 2", "are what is planned"),
+    ],
+)
+def test_what_cannot_be_planned(words, says):
+    with pytest.raises(UsageError, match=says):
+        parse_plan([*words.split(), *WORDS.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--num_gpus 1 --model_name_or_path gpt3-13B-en", "nothing fits into 80 GiB a card: the smallest layout"),
+        ("--num_gpus 29 --model_name_or_path gpt2-medium-en", "make the global batch a multiple of the cards"),
+    ],
+)
+def test_what_does_not_fit(words, says):
+    from gptlm.recipes.plan import plan
+
+    with pytest.raises(GptlmError, match=says):
+        plan(parse_plan(f"{words} --global_batch_size 32 --bf16 --fp16_opt_level O2".split()))
+
+
+def test_auto_parallel_takes_the_best(capsys):
+    words = with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "5"], {"WORLD_SIZE": "4"})
+    run = parse_pretrain(words, {"WORLD_SIZE": "4"}, printing=True)
+    cluster = Cluster(4, 4, 5 * GIB)
+    best = candidates(M345, cluster, 32, "O2")[0].layout
+    assert (run.dims.tensor, run.dims.pipeline) == (best.tensor, best.pipeline)
+    assert (run.batch.micro, run.batch.accumulation, run.batch.total) == (best.micro, best.accumulation, 32)
+    assert "auto_parallel" not in json.loads(run.as_arguments())
+    with pytest.raises(UsageError, match="leave them out"):
+        with_layout([*WORDS.split(), "--auto_parallel", "--sharding", "stage1"], {"WORLD_SIZE": "4"})
+    with pytest.raises(UsageError, match="no layout of 4 processes fits into 1 GiB"):
+        with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "1"], {"WORLD_SIZE": "4"})
