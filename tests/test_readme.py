@@ -10,6 +10,7 @@ from gptlm.config.evaluation import EVALUATE, resolve_evaluate
 from gptlm.config.generation import parse_predict
 from gptlm.config.launching import parse_launch
 from gptlm.config.parser import parse
+from gptlm.config.planning import parse_plan
 from gptlm.config.run import parse_pretrain
 from gptlm.config.sft import parse_merge, parse_sft
 from gptlm.config.tools import parse_preprocess, parse_tokenizer
@@ -28,7 +29,8 @@ def parse_data(words):
 
 PARSERS = {
     "data_tools": parse_data,
-    "run_pretrain": lambda words: parse_pretrain(words, {"WORLD_SIZE": "1"}),
+    "run_pretrain": parse_pretrain,
+    "plan": parse_plan,
     "preprocess_data": parse_preprocess,
     "train_tokenizer": parse_tokenizer,
     "predict_generation": parse_predict,
@@ -48,7 +50,12 @@ def test_the_command_parses(line):
     script = re.search(r"scripts/(\w+)\.py", line)[1]
     words = shlex.split(line)
     assert (ROOT / "scripts" / f"{script}.py").is_file()
-    assert PARSERS[script](words[words.index(f"scripts/{script}.py") + 1 :])
+    rest = words[words.index(f"scripts/{script}.py") + 1 :]
+    processes = words[words.index("--nproc_per_node") + 1] if "--nproc_per_node" in words else "1"
+    if script == "run_pretrain":
+        assert not parse_pretrain(rest, {"WORLD_SIZE": processes}).refusals
+    else:
+        assert PARSERS[script](rest)
 
 
 ROWS = [tuple(cell.strip(" `") for cell in row) for row in re.findall(r"^\| (`.*?`) \| (`.*?`) \|$", TEXT, flags=re.M)]
