@@ -74,13 +74,43 @@ def test_one_process_has_nothing_to_shard():
     assert parse_pretrain(shlex.split(README), {}).refusals == ()
 
 
-def test_what_is_not_built_is_refused_by_name():
-    for flags, world, name in (
-        ("--tensor_parallel_degree 2", 2, "tensor_parallel_degree 2"),
-        ("--pipeline_parallel_degree 2", 2, "pipeline_parallel_degree 2"),
-    ):
-        run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
-        assert len(run.refusals) == 1 and name in run.refusals[0]
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--pipeline_parallel_degree 2 --document_masking position", "stages hand on hidden states only"),
+        ("--tensor_parallel_degree 2 --document_masking attention", None),
+        ("--tensor_parallel_degree 2", None),
+        ("--pipeline_parallel_degree 2 --virtual_pp_degree 2 --gradient_accumulation_steps 2", None),
+    ],
+)
+def test_layouts_that_are_refused_by_name(flags, says):
+    run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": "2"})
+    assert (len(run.refusals) == 0) if says is None else (len(run.refusals) == 1 and says in run.refusals[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "says"),
+    [
+        ("--num_attention_heads 15 --hidden_size 960 --tensor_parallel_degree 2", 2, "num_attention_heads 15 is not a"),
+        ("--pipeline_parallel_degree 32", 32, "is less than the 32 stages of the pipeline"),
+        ("--pipeline_parallel_degree 2 --virtual_pp_degree 5", 2, "virtual pp doesn't support uneven layer split."),
+        ("--max_seq_length 1023 --tensor_parallel_degree 2 --sequence_parallel 1", 2, "max_seq_length 1023"),
+        ("--tensor_parallel_degree 2 --sharding stage1 --sharding_parallel_degree 2", 8, "over all replicas or none"),
+    ],
+)
+def test_layouts_that_cannot_be(flags, world, says):
+    with pytest.raises(UsageError) as error:
+        parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
+    assert says in str(error.value).replace("--", "")
+
+
+def test_what_a_layout_says():
+    words = BASE + "--pipeline_parallel_degree 5 --gradient_accumulation_steps 4 --vocab_size 50257"
+    notes = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "5"}).notes
+    assert any("the first 4 stages have 5 layers, the others 4" in note for note in notes)
+    assert any("5 stages, 4 micro-batches in a step: each process waits 50% of the time" in note for note in notes)
+    run = parse_pretrain(shlex.split(BASE + "--tensor_parallel_degree 2 --vocab_size 50257"), {"WORLD_SIZE": "2"})
+    assert run.shape.vocab_size == 50258 and any("rounded up to 50258" in note for note in run.notes)
 
 
 def test_sharding_in_smaller_groups():

@@ -137,8 +137,8 @@ def test_masked_labels_count_only_what_is_left(train, tiny_model, corpus_folder,
 def test_the_loss_does_not_depend_on_transformers_loss_type(train, tiny_model, corpus_folder, monkeypatch, loss_type):
     original = pretrain_model.make_model
 
-    def make(run, tokenizer, deepspeed):
-        model = original(run, tokenizer, deepspeed)
+    def make(run, tokenizer, deepspeed, mesh):
+        model = original(run, tokenizer, deepspeed, mesh)
         model.loss_type = loss_type
         return model
 
