@@ -37,6 +37,9 @@ CASES = {
     "bf16 O2 recompute full": f"--bf16 {O2} --recompute 1",
     "bf16 O2 recompute full_attn": f"--bf16 {O2} --recompute 1 --recompute_granularity full_attn",
     "bf16 O2 recompute core_attn": f"--bf16 {O2} --recompute 1 --recompute_granularity core_attn",
+    "bf16 O2 tp2": f"--bf16 {O2} --tensor_parallel_degree 2",
+    "bf16 O2 tp2 sp": f"--bf16 {O2} --tensor_parallel_degree 2 --sequence_parallel 1",
+    "bf16 O2 pp2": f"--bf16 {O2} --pipeline_parallel_degree 2 --per_device_train_batch_size 2",
     "bf16 O2 documents": f"--bf16 {O2} --document_masking attention",
 }
 
@@ -79,6 +82,7 @@ def run(folder: Path, case: str, arguments: argparse.Namespace) -> tuple[list[fl
     words = (
         f"--model_name_or_path {arguments.model} --input_dir {folder}/data --output_dir {folder}/out "
         f"--overwrite_output_dir --split 1,0,0 --max_seq_length 1024 --per_device_train_batch_size {arguments.micro} "
+        f"--global_batch_size {arguments.micro * arguments.processes} "
         f"--max_steps {arguments.steps} --logging_steps 1 --save_strategy no --do_train --device gpu --disable_tqdm 1 "
         "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.01 "
         f"--hidden_dropout_prob 0 --attention_probs_dropout_prob 0 {CASES[case]} {arguments.more}"

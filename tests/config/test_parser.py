@@ -70,7 +70,7 @@ def test_an_unambiguous_prefix_is_taken_and_named():
         (["--zzz"], "--help"),
         (["--max_steps", "1.5"], "'1.5'.*whole number"),
         (["--learning_rate", "fast"], "'fast'.*number"),
-        (["--fp16", "Flase"], "'flase'.*true or false"),
+        (["--fp16", "Flase"], "'Flase'.*true or false"),
         (["--do_eval", ""], "true or false"),
         (["--fp16_opt_level", "O3"], "'O3'.*O0, O1, O2"),
         (["--output_dir"], "needs a value"),

@@ -1,5 +1,6 @@
 """What can be wrong with a FleetX configuration. A first line of two is the original's text."""
 
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,11 @@ def is_auto(configuration: Configuration) -> bool:
 
 def unknown_keys(configuration: Configuration) -> Iterator[str]:
     names = (*keys.TRAINING_RENAMED, *keys.SETTLED, *keys.EVALUATION_RENAMED, *keys.GENERATION_RENAMED)
-    for key in configuration.leaves:
-        if key not in names and matching(key, keys.TRAINING_IGNORED) is None:
-            yield f"{configuration.typed(key)} is unknown; remove it"
+    for key, leaf in configuration.leaves.items():
+        emptied = leaf.value is None and any(name.startswith(f"{key}.") for name in names)  # a section without keys
+        if key not in names and matching(key, keys.TRAINING_IGNORED) is None and not emptied:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+            yield f"{configuration.typed(key)} is unknown{f'; did you mean {near[0]}?' if near else '; remove it'}"
     module = configuration.value("Model.module")
     if module is not None and module not in keys.MODULES:
         yield f"{configuration.typed('Model.module')} {module}: expected one of {', '.join(keys.MODULES)}"

@@ -250,10 +250,10 @@ def _whole(text: str) -> int:
 
 
 def _cast_bool(word: Word) -> bool:
-    text = " ".join(word.values).strip("'\"").lower() if word.values else "true"
-    if text in TRUE:
+    text = " ".join(word.values).strip("'\"") if word.values else "true"
+    if text.lower() in TRUE:
         return True
-    if text in FALSE:
+    if text.lower() in FALSE:
         return False
     raise UsageError(f"{word.typed} {text!r}: expected true or false (also 1/0, yes/no)")
 
