@@ -25,9 +25,19 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "measured"), MEASURED)
-def test_measured_memory_is_foretold_within_15_percent(layout, measured):
-    assert memory_of(M345, layout).total / GIB == pytest.approx(measured, rel=0.15)
+BILLION = Sizes(layers=24, width=2048, inner=8192, heads=16, vocabulary=50304, positions=1024, length=1024)
+LARGER = [  # 1.3B, one H200
+    (Layout(micro=8), 35.26),
+    (Layout(micro=8, recompute="full"), 25.13),
+    (Layout(micro=8, recompute="full_attn"), 32.24),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "measured"), [(M345, *row) for row in MEASURED] + [(BILLION, *row) for row in LARGER]
+)
+def test_measured_memory_is_foretold_within_15_percent(sizes, layout, measured):
+    assert memory_of(sizes, layout).total / GIB == pytest.approx(measured, rel=0.15)
 
 
 def test_parameters():
