@@ -185,6 +185,8 @@ def test_nothing_is_evaluated(show, tmp_path):
             ],
             "num of microbatches 3 should be divisible of pp_degree 2 when using interleave pipeline",
         ),
+        (["Engine.max_steps=1e999"], "-o Engine.max_steps inf: expected a whole number"),
+        (["Model.module=[1]"], "expected one of GPTModule"),
         (["Engine.max_steps=many"], "-o Engine.max_steps 'many': expected a whole number"),
     ],
 )

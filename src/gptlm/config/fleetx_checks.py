@@ -32,7 +32,7 @@ def unknown_keys(configuration: Configuration) -> Iterator[str]:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
             yield f"{configuration.typed(key)} is unknown{f'; did you mean {near[0]}?' if near else '; remove it'}"
     module = configuration.value("Model.module")
-    if module is not None and module not in keys.MODULES:
+    if module is not None and str(module) not in keys.MODULES:
         yield f"{configuration.typed('Model.module')} {module}: expected one of {', '.join(keys.MODULES)}"
 
 
@@ -74,9 +74,8 @@ def _numbers(configuration: Configuration) -> Iterator[str]:
             yield f"{configuration.typed(key)} {value!r}: expected a whole number"
     for key in (*CALCULATED, "Engine.max_steps", "Distributed.dp_degree", "Distributed.sharding.sharding_degree"):
         value = configuration.value(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value)
-        ):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if value is not None and (isinstance(value, bool) or not whole):
             yield f"{configuration.typed(key)} {value!r}: expected a whole number"
 
 

@@ -223,7 +223,7 @@ def _other_data(configuration: Configuration) -> Iterator[str]:
 def _refusals(configuration: Configuration, command: str) -> list[str]:
     found = []
     module = configuration.value("Model.module")
-    owner = keys.MODULES.get(module, command) if module else _owner(configuration, command)
+    owner = keys.MODULES.get(str(module), command) if module else _owner(configuration, command)
     if owner in ("pretrain", "evaluate", "predict"):
         if owner != command:
             found.append(f"{configuration.path} is made for gptlm {owner} -c {configuration.path}")
