@@ -3,8 +3,6 @@
 All runs of two and of four processes happen in one launched session each; the tests look at what they left.
 """
 
-import shutil
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -194,4 +192,3 @@ def test_dropout_goes_on_exactly(two, wanted, name):
 def test_the_checkpoint_says_what_wrote_it(two):
     facts = read(two[0] / "pp2_v2" / f"checkpoint-{SAVED}").facts
     assert (facts["layout"], facts["consumed_samples"]) == ([1, 2, 2], SAVED * 8)
-    shutil.rmtree(two[0] / "pp2_v2" / f"checkpoint-{STEPS}")

@@ -455,3 +455,36 @@ def test_a_loss_of_exactly_0_is_spoken_of(tune, model, tmp_path, capfd):
     assert losses(history) == [0.0] * 6
     said = "".join(capfd.readouterr())
     assert said.count("the loss has been exactly 0 up to step 1") == said.count("exactly 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lora_rank 4 --lora_alpha 3", "--lora_rank has no effect: there are no adapters without --lora"),
+        ("--merge_weights", "--merge_weights has no effect: there are no adapters without --lora"),
+        ("--lora_path some/adapters", "--lora_path some/adapters: its adapters are trained, --lora is on"),
+    ],
+)
+def test_flags_of_adapters_are_not_dropped_in_silence(model, words, says):
+    argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
+    assert says in parse_sft([*argv, *words.split()], {}).notes
+
+
+def test_layouts_are_not_chosen_for_fine_tuning(model):
+    argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
+    with pytest.raises(UsageError, match="auto_parallel chooses layouts of pretraining"):
+        parse_sft([*argv, "--auto_parallel"], {})
+
+
+def test_adapters_of_layers_that_the_model_lacks_are_not_merged(tune, model, tmp_path):
+    """The base has one layer, the adapters are of two: PEFT alone would pass over the second."""
+    tune("--lora")
+    shallow = tmp_path / "shallow"
+    shutil.copytree(model, shallow)
+    config = GPT2Config.from_pretrained(model)
+    config.n_layer = 1
+    GPT2LMHeadModel(config).save_pretrained(shallow)
+    done = run_script("merge_lora", "--lora_path", tmp_path / "out", "--model_name_or_path", shallow,
+                      "--output_path", tmp_path / "merged")  # fmt: skip
+    assert done.returncode == 1 and "of another model: it has no place for" in done.stderr
+    assert not (tmp_path / "merged").exists()

@@ -280,6 +280,8 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
     for name in PARALLEL_WORDS:
         if values[name].strip():
             note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
+    if parsed.sources["auto_parallel_memory"] != "default" and not values["auto_parallel"]:
+        note(f"{typed(parsed, 'auto_parallel_memory')} has no effect without --auto_parallel")
     if values["initializer_range"] is not None and values["continue_training"]:
         note(f"{typed(parsed, 'initializer_range')} has no effect: the weights are loaded")
     if values["no_recompute_layers"] and not values["recompute"]:

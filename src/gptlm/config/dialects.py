@@ -36,9 +36,9 @@ class DialectArguments:
     metric_print_format: str = arg("table", "form of OneFlow's log line", choices=("normal", "table"))
 
 
-_LOUD = {"disable_tqdm": True, "report_to": ["none"]}
+_LINES_ONLY = {"disable_tqdm": True, "report_to": ["none"]}
 _MEGATRON_FAMILY = {
-    **_LOUD,
+    **_LINES_ONLY,
     "do_train": True,
     "split": "969,30,1",
     "data_order": "megatron",
@@ -52,8 +52,8 @@ _MEGATRON_FAMILY = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "paddlenlp": {},
-    "fleetx-2022": {**_LOUD, "do_train": True, "seed": 1024, "logging_steps": 1, "log_format": "fleetx-2022"},
-    "fleetx": {**_LOUD, "do_train": True, "seed": 1024, "logging_steps": 1, "log_format": "fleetx"},
+    "fleetx-2022": {**_LINES_ONLY, "do_train": True, "seed": 1024, "logging_steps": 1, "log_format": "fleetx-2022"},
+    "fleetx": {**_LINES_ONLY, "do_train": True, "seed": 1024, "logging_steps": 1, "log_format": "fleetx"},
     "megatron": {
         **_MEGATRON_FAMILY,
         "do_eval": True,

@@ -11,8 +11,6 @@ from gptlm.errors import UsageError
 from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import Cluster, candidates
 
-PRECISIONS = ("fp32", "O1", "O2")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments:

@@ -89,6 +89,9 @@ def parse_merge(argv: Sequence[str]) -> MergeArguments:
     return build(MergeArguments, parsed.values)
 
 
+LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SftRun(Run):
     """A run on prompts and answers."""
@@ -136,6 +139,10 @@ def _resolve_training(parsed: Parsed) -> None:
         parsed.set("continue_training", True, "derived: fine-tuning")
     if values["lora_path"] and not values["lora"]:
         parsed.set("lora", True, "derived: lora_path")
+        parsed.note(f"{parsed.typed_as('lora_path')} {values['lora_path']}: its adapters are trained, --lora is on")
+    idle = [name for name in LORA_ONLY if parsed.sources[name] != "default"] if not values["lora"] else []
+    for name in idle:
+        parsed.note(f"{parsed.typed_as(name)} has no effect: there are no adapters without --lora")
     if values["lora_alpha"] is None:
         parsed.set("lora_alpha", 2.0 * values["lora_rank"], "derived: 2 x lora_rank")
     if parsed.sources["min_learning_rate"] == "default":
@@ -167,8 +174,8 @@ def _problems(parsed: Parsed) -> Iterator[str]:
     unknown = [name for name in values["lora_target_modules"] if name not in ("c_attn", "c_proj", "c_fc")]
     if unknown or not values["lora_target_modules"]:
         yield f"lora_target_modules {' '.join(values['lora_target_modules'])}: expected some of c_attn, c_proj, c_fc"
-    if values["merge_weights"] and not values["lora"]:
-        parsed.note("--merge_weights has no effect: there are no adapters without --lora")
+    if values["auto_parallel"]:
+        yield "auto_parallel chooses layouts of pretraining; fine-tuning runs on replicas, leave it out"
     if values["paddle_compat"] and values["zero_padding"]:
         yield "paddle_compat pads every example on the left, zero_padding packs without padding; use one"
     yield from _metric_problems(parsed)

@@ -4,11 +4,6 @@ Keys are written as in PaddleFleetX's sections (`tools/train.py`); MOVED and FLA
 these. A pattern ending in `.*` stands for everything below.
 """
 
-SECTIONS = (
-    "Global", "Engine", "Model", "Data", "Distributed", "Optimizer", "Profiler", "Generation", "Inference",
-    "Offline_Eval", "Compress", "Tuning",
-)  # fmt: skip
-
 # The first generation (`PreTraining:`) goes by the last name of a key alone.
 ROOT = "PreTraining"
 FLAT = {

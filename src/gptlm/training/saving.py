@@ -91,8 +91,7 @@ class SavingTrainer(LayoutTrainer):
         weights = {}
         for name, tensor in self.whole_tensors(self._trained_values()):
             if self.args.should_save:
-                shared = self.mesh is None and not tensor.is_cpu
-                weights[name] = tensor if shared else tensor.cpu()
+                weights[name] = tensor if self.mesh is None else tensor.cpu()
         if not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir or ""
