@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptlm.config import spellings_megatron
+from gptlm.config.planning import sizes_of
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.errors import UsageError
 
@@ -350,7 +351,7 @@ def test_the_8_card_recipes(name):
     assert (run.dims.world, run.dims.data, run.batch.accumulation) == (8, data, accumulation)
     assert (run.shape.num_hidden_layers, run.shape.hidden_size, run.data.max_seq_length) == (layers, width, length)
     assert (run.batch.total, run.batch.micro) == (total, micro)
-    assert run.shape.parameters / 1e6 == pytest.approx(millions, abs=0.06)
+    assert sizes_of(run).parameters / 1e6 == pytest.approx(millions, abs=0.06)
     assert (run.training.save_steps, run.data.eval_iters) == (100000, 10 * accumulation)
     assert run.training.output_dir == "ckpts/ckpts_tmp" and run.training.log_format == "megatron"
 
@@ -361,7 +362,7 @@ def test_the_scripts_of_oneflow(name):
     world, tensor, pipeline, data, accumulation, millions = SCRIPTS[name]
     assert (run.dims.world, run.dims.tensor, run.dims.pipeline, run.dims.data) == (world, tensor, pipeline, data)
     assert run.batch.accumulation == accumulation
-    assert run.shape.parameters / 1e6 == pytest.approx(millions, rel=4e-3)
+    assert sizes_of(run).parameters / 1e6 == pytest.approx(millions, rel=4e-3)
     assert run.training.log_format == "oneflow"
 
 
@@ -369,7 +370,7 @@ def test_the_scripts_of_oneflow(name):
 def test_fleetx_s_sizes(name, world):
     run = resolve(f"-c pretrain_gpt_{name}", world)
     billions = {"345M": 0.355, "1.3B": 1.314, "6.7B": 6.654, "13B": 12.865, "175B": 174.603}[name.partition("_")[0]]
-    assert run.shape.parameters / 1e9 == pytest.approx(billions, abs=6e-4)
+    assert sizes_of(run).parameters / 1e9 == pytest.approx(billions, abs=6e-4)
     assert run.sources["hidden_size"].startswith("configs/fleetx/pretrain_gpt_")
 
 

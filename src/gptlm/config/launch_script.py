@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from gptlm.config import spellings
+from gptlm.config import spellings_launch as spellings
 from gptlm.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlm.config import spellings
+from gptlm.config import spellings_launch as spellings
 from gptlm.config.arguments import arg
 from gptlm.config.launch_script import program, split_command
 from gptlm.config.parser import Parsed, Vocabulary, parse

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from gptlm.config.batch import NAMES, solve
+from gptlm.config.layouts import degrees_fit, sharing
 from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError
 from gptlm.parallel.dims import ParallelDims
@@ -62,19 +63,19 @@ def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
     if values["sharding_parallel_degree"] < 1 and not values["sharding"]:
         parsed.set("sharding_parallel_degree", 1, "derived: no sharding")
     elif values["sharding_parallel_degree"] < 1:
-        shares = dims.data // groups if groups > 0 and dims.data % groups == 0 else dims.data
+        degree = dims.data // groups if groups > 0 and dims.data % groups == 0 else dims.data
         source = f"derived: {dims.data} data-parallel replicas"
-        parsed.set("sharding_parallel_degree", shares, source + (f" / {groups}" if shares < dims.data else ""))
-    sharing = max(values["sharding_parallel_degree"], 1) if values["sharding"] else 1
-    left = max(dims.data // sharing, 1)
-    if groups > 0 and groups * sharing != dims.data and values["adapt_dp"] and left * sharing == dims.data:
+        parsed.set("sharding_parallel_degree", degree, source + (f" / {groups}" if degree < dims.data else ""))
+    shares = sharing(values)
+    left = max(dims.data // shares, 1)
+    if values["adapt_dp"] and groups > 0 and not degrees_fit(values, dims) and left * shares == dims.data:
         parsed.note(
             f"data_parallel_degree {groups} does not fit {dims.world} processes: "
             f"so adaptively adjust dp_degree to {left}"
         )
         groups = -1
     if groups < 1:
-        parsed.set("data_parallel_degree", left, f"derived: {dims.data} / {sharing}")
+        parsed.set("data_parallel_degree", left, f"derived: {dims.data} / {shares}")
 
 
 def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:
@@ -84,8 +85,7 @@ def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:
     """
     values, sources = parsed.values, parsed.sources
     given = {short: values[name] for short, name in NAMES.items() if sources[name] != "default"}
-    sharing = max(values["sharding_parallel_degree"], 1) if values["sharding"] else 1
-    batch = solve(given, replicas=dims.data, sharding=sharing, micro=values["per_device_train_batch_size"])
+    batch = solve(given, replicas=dims.data, sharding=sharing(values), micro=values["per_device_train_batch_size"])
     solved = {
         "micro": (batch.micro, f"derived: {batch.local} / {batch.accumulation}"),
         "accumulation": (batch.accumulation, f"derived: {batch.local} / {batch.micro}"),

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from gptlm.config import spellings, spellings_megatron
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
-from gptlm.config.checks import degrees_fit, not_built, pretrain_problems, problems_of
+from gptlm.config.checks import pretrain_problems, problems_of
 from gptlm.config.dialects import DialectArguments, resolve_dialect, wanted_processes
 from gptlm.config.fleetx_words import training_words
+from gptlm.config.layouts import degrees_fit, not_built
 from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import (
@@ -196,31 +197,21 @@ def resolve(
     Raises:
         UsageError: listing everything that is wrong.
     """
-    problems: list[str] = []
-    shape = None
-    try:
-        shape = resolve_shape(parsed, source)
-    except UsageError as error:
-        problems.append(str(error))
     values = parsed.values
-    try:
-        dims = ParallelDims.of(
-            values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"]
-        )
-    except UsageError as error:
-        raise UsageError("\n".join(in_user_words(line, parsed) for line in (*problems, str(error)))) from error
+    problems: list[str] = []
+    shape = _tried(lambda: resolve_shape(parsed, source), problems)
+    degrees = (values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"])
+    dims = _tried(lambda: ParallelDims.of(*degrees), problems)
+    if dims is None:  # nothing else can be told
+        raise UsageError(_in_user_words(problems, parsed))
     resolve_degrees(parsed, dims)
     if degrees_fit(values, dims):
-        try:
-            resolve_batch(parsed, dims, dialect)
-        except UsageError as error:
-            problems.append(str(error))
+        _tried(lambda: resolve_batch(parsed, dims, dialect), problems)
     resolve_schedule(parsed)
     problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
-    if parsed.refusals and (problems or shape is None) and not printing:
-        problems = list(parsed.refusals)
     if problems or shape is None:
-        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in dict.fromkeys(problems)))
+        reasons = parsed.refusals if parsed.refusals and not printing else problems
+        raise UsageError(_in_user_words(reasons, parsed))
     if source.kind == "flags":
         parsed.set("model_name_or_path", None, "derived: sizes are given")
     return {
@@ -234,6 +225,22 @@ def resolve(
         "notes": tuple(parsed.notes),
         "refusals": (*parsed.refusals, *not_built(dims, values)),
     }
+
+
+Found = TypeVar("Found")
+
+
+def _tried(step: Callable[[], Found], problems: list[str]) -> Found | None:
+    """What `step` gives; where it raises, its message joins `problems`."""
+    try:
+        return step()
+    except UsageError as error:
+        problems.append(str(error))
+        return None
+
+
+def _in_user_words(problems: Iterable[str], parsed: Parsed) -> str:
+    return "\n".join(in_user_words(problem, parsed) for problem in dict.fromkeys(problems))
 
 
 def with_epochs_counted(run: AnyRun, steps_per_epoch: int) -> AnyRun:

@@ -18,16 +18,6 @@ class Shape:
     vocab_size: int
     max_position_embeddings: int = 1024
 
-    @property
-    def parameters(self) -> int:
-        """Weights of the network; the output layer is the embedding."""
-        width, inner = self.hidden_size, self.intermediate_size
-        attention = 4 * width * width + 4 * width
-        feed_forward = 2 * width * inner + inner + width
-        norms = 4 * width
-        embeddings = (self.vocab_size + self.max_position_embeddings) * width
-        return embeddings + self.num_hidden_layers * (attention + feed_forward + norms) + 2 * width
-
 
 @dataclass(frozen=True)
 class Preset:

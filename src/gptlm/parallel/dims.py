@@ -46,3 +46,8 @@ class ParallelDims:
                 "scripts/run_pretrain.py ..., or lower the degrees"
             )
         return cls(world, tensor, pipeline)
+
+
+def bubble(stages: int, chunks: int, micro_batches: int) -> float:
+    """The share of a step in which a process waits: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)

@@ -64,11 +64,44 @@ def whole(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[No
         yield
 
 
-class ShardGroups:
+class ProcessGroups:
+    """The `mpu` by which DeepSpeed learns its groups, given the three of data and the three of model parallelism."""
+
+    def get_model_parallel_group(self) -> Any:
+        raise NotImplementedError
+
+    def get_model_parallel_rank(self) -> int:
+        raise NotImplementedError
+
+    def get_model_parallel_world_size(self) -> int:
+        raise NotImplementedError
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.get_model_parallel_group()
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.get_model_parallel_rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.get_model_parallel_world_size()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, `deepspeed.initialize` makes engines that use these groups."""
+        import deepspeed
+
+        original = deepspeed.initialize
+        deepspeed.initialize = partial(original, mpu=self)
+        try:
+            yield
+        finally:
+            deepspeed.initialize = original
+
+
+class ShardGroups(ProcessGroups):
     """Data-parallel ranks in groups that share one optimizer state; the groups are replicas of each other.
 
-    It is the `mpu` DeepSpeed asks for its data-parallel group: ZeRO shards inside a group, and `average` brings the
-    gradients of the replicas together before a step.
+    ZeRO shards inside a group, and `average` brings the gradients of the replicas together before a step.
 
     Args:
         degree: ranks per group; divides the world.
@@ -101,28 +134,12 @@ class ShardGroups:
     def get_model_parallel_world_size(self) -> int:
         return 1
 
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
     def average(self, zero_optimizer: Any) -> None:
         """Mean over the replicas of the gradients this rank updates with (ZeRO stage 1)."""
         for gradients in zero_optimizer.averaged_gradients.values():
             for gradient in gradients or ():
                 dist.all_reduce(gradient, group=self.replica_group)
                 gradient /= self.replicas
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, `deepspeed.initialize` makes engines that use these groups."""
-        import deepspeed
-
-        original = deepspeed.initialize
-        deepspeed.initialize = partial(original, mpu=self)
-        try:
-            yield
-        finally:
-            deepspeed.initialize = original
 
     def attach(self, engine: Any) -> None:
         """Average over the replicas before each step of `engine`."""

@@ -5,17 +5,15 @@ each other. A mesh is also the `mpu` by which DeepSpeed learns its groups: ZeRO 
 only, and the gradient norm is taken over all that share a replica.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from gptlm.parallel.dims import ParallelDims
+from gptlm.parallel.engine import ProcessGroups
 
 
-class Mesh:
+class Mesh(ProcessGroups):
     """The process groups of this process. Every process has to make it, at the same time.
 
     Attributes:
@@ -71,22 +69,6 @@ class Mesh:
 
     def get_model_parallel_world_size(self) -> int:
         return self.dims.tensor * self.dims.pipeline
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, `deepspeed.initialize` makes engines that use these groups."""
-        import deepspeed
-
-        original = deepspeed.initialize
-        deepspeed.initialize = partial(original, mpu=self)
-        try:
-            yield
-        finally:
-            deepspeed.initialize = original
 
 
 def _own(groups: list[list[int]]) -> Any:

@@ -23,11 +23,6 @@ from gptlm.parallel.mesh import Mesh
 from gptlm.parallel.split import layers_of
 
 
-def bubble(stages: int, chunks: int, micro_batches: int) -> float:
-    """The share of a step in which a process waits: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
-
-
 class Stage(nn.Module):
     """Consecutive layers of the model, with the embeddings before the first and the layer norm after the last."""
 

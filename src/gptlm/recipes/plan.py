@@ -4,6 +4,7 @@ import shlex
 
 from gptlm.config.planning import PlanJob, cluster_of, precision_of, sizes_of, words_of
 from gptlm.errors import GptlmError
+from gptlm.parallel.dims import bubble
 from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import Candidate, Cluster, candidates, smallest
 
@@ -44,7 +45,7 @@ def command(job: PlanJob, layout: Layout) -> str:
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
     layout = candidate.layout
     stages, chunks = layout.pipeline, layout.chunks
-    waiting = (stages - 1) / (chunks * layout.accumulation + stages - 1)
+    waiting = bubble(stages, chunks, layout.accumulation)
     numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, layout.stage, layout.micro)
     return (
         *map(str, numbers),

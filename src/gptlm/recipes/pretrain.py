@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
+from gptlm.config.planning import sizes_of
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.parallel.engine import start_deepspeed
@@ -103,7 +104,7 @@ def _run(
 
 def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:
     name = f"{run.dims.world}p-{Path(run.training.output_dir or '').name}"
-    parameters = run.shape.parameters
+    parameters = sizes_of(run).parameters
     history, steps = trainer.state.log_history, trainer.state.global_step
     length = run.data.max_seq_length
     for line in summary_table(name, history, parameters=parameters, seq_length=length, steps=steps):

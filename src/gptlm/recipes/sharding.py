@@ -5,14 +5,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from gptlm.config.layouts import PIPELINE_STAGE
 from gptlm.config.run import Run
 from gptlm.errors import UsageError
 from gptlm.parallel.zero import Wanted, filled, stage_of, zero_config
 from gptlm.recipes.machine import Machine, precision_of
 
 logger = logging.getLogger(__name__)
-
-PIPELINE_STAGE = "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1"
 
 
 def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
