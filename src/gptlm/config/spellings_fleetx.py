@@ -148,7 +148,6 @@ TRAINING_IGNORED = {
     "Engine.mix_precision.custom_black_list": "operators of PaddlePaddle; loss, softmax and layer norms are float32",
     "Engine.mix_precision.custom_white_list": "operators of PaddlePaddle; loss, softmax and layer norms are float32",
     "Engine.mix_precision.use_fp16_guard": KERNELS,
-    "Engine.balance_loss_weight": "GPT has no experts",
     "Model.type_vocab_size": "the original reads it and never uses it",
     "Model.name": "a GPT is a GPT",
     "Model.fused_linear": KERNELS,
@@ -183,27 +182,23 @@ TRAINING_IGNORED = {
     "Compress.Quantization.*": "nothing is compressed",
     "Compress.Prune.*": "nothing is compressed",
     "Compress.Distillation.*": "nothing is compressed",
-    "Data.Train.dataset.root": "fine-tuning for GLUE is not implemented",
-    "Data.Train.dataset.max_length": "fine-tuning for GLUE is not implemented",
-    "Model.pretrained": "fine-tuning for GLUE is not implemented",
-    "Model.num_classes": "fine-tuning for GLUE is not implemented",
-    "Model.loss.*": "fine-tuning for GLUE is not implemented",
-    "Model.metric.*": "fine-tuning for GLUE is not implemented",
-    "Optimizer.lr.learning_rate": "fine-tuning for GLUE is not implemented",
-    "Optimizer.lr.warmup": "fine-tuning for GLUE is not implemented",
-    "Optimizer.lr.step_each_epoch": "fine-tuning for GLUE is not implemented",
-    "Optimizer.lr.epochs": "fine-tuning for GLUE is not implemented",
-    "Model.moe_configs.*": "GPT has no experts",
-    "Model.num_experts": "GPT has no experts",
-    "Model.expert_interval": "GPT has no experts",
-    "Model.topk": "GPT has no experts",
-    "Model.moe_use_residual": "GPT has no experts",
-    "Model.moe_train_capacity_factor": "GPT has no experts",
-    "Model.moe_eval_capacity_factor": "GPT has no experts",
-    "Model.moe_min_capacity": "GPT has no experts",
-    "Model.moe_token_dropping": "GPT has no experts",
-    "Model.balance_loss_weight": "GPT has no experts",
-    "Model.enable_expert_tensor_parallelism": "GPT has no experts",
+    **dict.fromkeys(
+        (
+            "Data.Train.dataset.root Data.Train.dataset.max_length Model.pretrained Model.num_classes "
+            "Model.loss.* Model.metric.* Optimizer.lr.learning_rate Optimizer.lr.warmup "
+            "Optimizer.lr.step_each_epoch Optimizer.lr.epochs"
+        ).split(),
+        "fine-tuning for GLUE is not implemented",
+    ),
+    **dict.fromkeys(
+        (
+            "Engine.balance_loss_weight Model.moe_configs.* Model.num_experts Model.expert_interval Model.topk "
+            "Model.moe_use_residual Model.moe_train_capacity_factor Model.moe_eval_capacity_factor "
+            "Model.moe_min_capacity Model.moe_token_dropping Model.balance_loss_weight "
+            "Model.enable_expert_tensor_parallelism"
+        ).split(),
+        "GPT has no experts",
+    ),
     "Model.teacher.*": "nothing is compressed",
 }
 SAME: dict[str, tuple[object, ...]] = {  # key -> what it says where nothing is missed

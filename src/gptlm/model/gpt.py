@@ -26,7 +26,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gptlm.model.documents import Documents, document_attention
-from gptlm.model.loss import linear_cross_entropy
+from gptlm.model.loss import summed_loss
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -214,11 +214,6 @@ class GPTModel(GPTPreTrainedModel):
         )
 
 
-def _whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy: (B, T, D), (V, D), (B, T) -> scalar."""
-    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
-
-
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     """GPT with its language-model head, tied to the token embedding unless the config says otherwise."""
 
@@ -229,7 +224,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = GPTModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.output_loss = _whole_loss
+        self.output_loss = summed_loss
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -88,3 +88,8 @@ def linear_cross_entropy(
             the identity when one process holds all of it.
     """
     return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, first_id, reduce)
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar."""
+    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())

@@ -92,14 +92,18 @@ def _run(
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
     metrics = train(run, trainer, start) if training.do_train else {}
-    if training.do_eval and not training.do_train:
-        metrics |= evaluate(trainer, "eval")
-    if training.do_eval or training.do_predict:
-        metrics |= _test(run, trainer, datasets)
+    metrics |= _evaluate(run, trainer, datasets)
     finish(run, trainer, metrics)
     if training.do_train and training.log_format == "megatron":
         _say_summary(run, trainer)
     return metrics
+
+
+def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
+    """The validation split where nothing was trained (training has evaluated), then the test split."""
+    training = run.training
+    metrics = evaluate(trainer, "eval") if training.do_eval and not training.do_train else {}
+    return metrics | (_test(run, trainer, datasets) if training.do_eval or training.do_predict else {})
 
 
 def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:

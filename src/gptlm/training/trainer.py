@@ -71,6 +71,7 @@ class PretrainTrainer(SavingTrainer):
         self.process_memory = process_memory
         self.log_format, self._title_due = FORMATS[log_format], True
         self.flops_per_sample = flops_per_sample
+        self.evaluated_batches = 0
         self._warned_of_zero = False
         self.throughput = Throughput(
             samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
@@ -118,10 +119,11 @@ class PretrainTrainer(SavingTrainer):
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size = self.args.per_device_eval_batch_size
+        self.evaluated_batches = len(dataset) // (size * self.replicas)
         sampler = ConsecutiveBatches(
             start=0,
             batch_size=size,
-            batches=len(dataset) // (size * self.replicas),
+            batches=self.evaluated_batches,
             replica=self.replica,
             replicas=self.replicas,
         )
@@ -262,8 +264,8 @@ class PretrainTrainer(SavingTrainer):
     def _say_evaluation(self, line: Callable[[Evaluation], str], shown: dict[str, float]) -> None:
         name = "eval" if "eval_loss" in shown else "test"
         seconds = shown.get(f"{name}_runtime", 0.0)
-        batches = max(round(shown.get(f"{name}_steps_per_second", 0.0) * seconds), 1)
-        found = Evaluation(name, self.state.global_step, shown[f"{name}_loss"], batches, max(seconds, 1e-9))
+        batches, step = max(self.evaluated_batches, 1), self.state.global_step
+        found = Evaluation(name, step, shown[f"{name}_loss"], batches, max(seconds, 1e-9))
         for text in line(found).splitlines():
             logger.info(text, extra={"head": self.log_format.head})
 
