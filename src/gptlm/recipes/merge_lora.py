@@ -8,10 +8,9 @@ import transformers
 
 from gptlm.config.sft import MergeArguments
 from gptlm.errors import GptlmError
-from gptlm.model.build import load_model
+from gptlm.inference.adapters import load_adapted
 from gptlm.model.hub import model_folder
-from gptlm.model.lora import merged, settings_of
-from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
+from gptlm.model.lora import settings_of
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
 from gptlm.training.logging import start_logging
@@ -44,9 +43,7 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     Raises:
         GptlmError: if one of them cannot be read, they do not fit, or `output` cannot be written.
     """
-    own = any((adapters / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(str(adapters) if own else base)
-    model = merged(load_model(base), adapters, len(tokenizer))
+    model, tokenizer = load_adapted(base, adapters)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with writing(output, "the merged model"):
         output.mkdir(parents=True, exist_ok=True)
