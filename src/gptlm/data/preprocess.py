@@ -1,17 +1,10 @@
 """Texts to token files: encode in parallel, keep the order, keep memory flat."""
 
-import os
-import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from multiprocessing import active_children, get_context, parent_process
-from threading import Thread, current_thread, main_thread
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -19,11 +12,10 @@ from gptlm.data.corpus import good_texts_of, texts_of
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.readers import BATCH_BYTES, Batch, split_lines
 from gptlm.data.sentences import Splitter, sentence_splitter
+from gptlm.data.workers import Workers, one_thread
 from gptlm.data.writer import IndexedTokensWriter
-from gptlm.errors import GptlmError
 
 REASONS_KEPT = 10  # bad documents named at the end
-GROUPS_AHEAD = 4  # groups of batches in flight per worker; bounds memory whatever the corpus size
 
 
 @dataclass(frozen=True)
@@ -134,16 +126,17 @@ def write_corpus(
         GptlmError: as `read_batches` and `texts_of`, or if a worker process died.
     """
     progress, started = Progress(), time.monotonic()
-    for encoded in _encode_all(_limited(batches, max_documents), settings, workers):
-        for writer, found in zip(writers, encoded.sequences, strict=True):
-            writer.add(found.ids, found.lengths, found.documents)
-        progress.documents += encoded.documents
-        progress.bad += len(encoded.bad)
-        progress.reasons += encoded.bad[: REASONS_KEPT - len(progress.reasons)]
-        progress.empty += encoded.documents - len(encoded.sequences[0].documents)
-        progress.read += encoded.read
-        progress.seconds = time.monotonic() - started
-        on_progress(progress)
+    with closing(_encode_all(_limited(batches, max_documents), settings, workers)) as answers:
+        for encoded in answers:
+            for writer, found in zip(writers, encoded.sequences, strict=True):
+                writer.add(found.ids, found.lengths, found.documents)
+            progress.documents += encoded.documents
+            progress.bad += len(encoded.bad)
+            progress.reasons += encoded.bad[: REASONS_KEPT - len(progress.reasons)]
+            progress.empty += encoded.documents - len(encoded.sequences[0].documents)
+            progress.read += encoded.read
+            progress.seconds = time.monotonic() - started
+            on_progress(progress)
     return progress
 
 
@@ -169,69 +162,15 @@ def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Ba
             return
 
 
-def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int) -> Iterator[Encoded]:
+def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int) -> Generator[Encoded, None, None]:
     if workers == 1:
-        _one_thread()
+        one_thread()
         yield from (encode(settings, batch) for batch in batches)
         return
-    groups = _grouped(batches)
-    # spawn: a forked child would inherit the threads of tokenizers and hang
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
-    try:
-        in_flight: deque = deque()
-        for group in groups:
-            with _interrupts_later():  # it may start a worker
-                in_flight.append(pool.submit(_encode_group, settings, group))
-            if len(in_flight) >= workers * GROUPS_AHEAD:
-                yield from in_flight.popleft().result()
-        while in_flight:
-            yield from in_flight.popleft().result()
-    except BrokenProcessPool as error:
-        raise GptlmError(
-            f"one of the {workers} worker processes died (killed, or out of memory); "
-            "nothing was written, try fewer --workers"
-        ) from error
-    except (KeyboardInterrupt, SystemExit):
-        with _interrupts_ignored():  # a second Ctrl-C finds nothing half closed
-            for worker in active_children():
-                worker.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block, and processes started inside never see it: they end with their parent.
-
-    Blocking alone would not do: another thread takes the signal, and Python raises it in this one.
-    """
-    if current_thread() is not main_thread():
-        yield
-        return
-    noted: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-        if noted:
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    pool: Workers[list[Batch], list[Encoded]] = Workers(workers, partial(_encode_group, settings))
+    with closing(pool.map(_grouped(batches))) as answers:
+        for answer in answers:
+            yield from answer
 
 
 def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
@@ -249,21 +188,3 @@ def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
 
 def _encode_group(settings: EncodeSettings, group: list[Batch]) -> list[Encoded]:
     return [encode(settings, batch) for batch in group]
-
-
-def _start_worker() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-    _one_thread()
-    Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _one_thread() -> None:
-    """Workers are the parallelism; tokenizers' own threads would compete with them. A user's setting stays."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

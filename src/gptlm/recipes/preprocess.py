@@ -18,6 +18,7 @@ from gptlm.data.encoder import TextEncoder
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
 from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
+from gptlm.data.workers import interrupts_ignored
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.hub import hub_folder
@@ -68,8 +69,9 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     except OSError as error:
         raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
     finally:
-        for writer in writers:
-            writer.abandon()
+        with interrupts_ignored():
+            for writer in writers:
+                writer.abandon()
     _say_result(progress, writers, written, sharded=job.shard != (1, 1))
     return written
 

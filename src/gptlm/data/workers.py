@@ -1,0 +1,146 @@
+"""Worker processes that apply one function to many items, in order, and of which none is left behind."""
+
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
+from queue import SimpleQueue
+from threading import current_thread, main_thread
+from typing import Any, Generic, TypeVar
+
+from gptlm.errors import GptlmError
+
+ITEMS_AHEAD = 4  # items in flight per worker; bounds memory however many there are
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+class Workers(Generic[Item, Answer]):
+    """Up to `count` processes behind a pipe each; `function` must be picklable.
+
+    `ProcessPoolExecutor` shares one pipe, on which it waits for ever if a worker is killed while it sends an answer.
+    Here the death of a worker ends its pipe, whatever it was doing.
+    """
+
+    def __init__(self, count: int, function: Callable[[Item], Answer]):
+        self._count, self._function = count, function
+        self._context = get_context("spawn")  # a forked child would inherit the threads of tokenizers and hang
+        self._processes: list[BaseProcess] = []
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+
+    def map(self, items: Iterable[Item]) -> Generator[Answer, None, None]:
+        """The answers in the order of the items. Close the iterator to end the workers early.
+
+        Raises:
+            GptlmError: if a worker dies.
+            Exception: what `function` raises, with the worker's traceback as a note.
+        """
+        threads = ThreadPoolExecutor(self._count)
+        in_flight: deque = deque()
+        try:
+            for item in items:
+                if len(self._processes) < self._count:
+                    self._start()
+                in_flight.append(threads.submit(self._ask, item))
+                if len(in_flight) >= self._count * ITEMS_AHEAD:
+                    yield in_flight.popleft().result()
+            while in_flight:
+                yield in_flight.popleft().result()
+        finally:
+            with interrupts_ignored():  # a second Ctrl-C finds nothing half closed
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in self._processes:
+                    process.terminate()
+                threads.shutdown(wait=True)
+                for process in self._processes:
+                    process.join()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._function), daemon=True)
+        ensure_running()  # else it is started below, and unblocks Ctrl-C
+        with _interrupts_later():
+            process.start()
+        self._processes.append(process)
+        theirs.close()  # so that the pipe ends with the worker
+        self._idle.put(ours)
+
+    def _ask(self, item: Item) -> Answer:
+        connection = self._idle.get()
+        try:
+            connection.send(item)
+            answer, error = connection.recv()
+        except (EOFError, OSError) as end:
+            raise GptlmError(
+                f"one of the {self._count} worker processes died (killed, or out of memory); "
+                "nothing was written, try fewer --workers"
+            ) from end
+        finally:
+            self._idle.put(connection)
+        if error is not None:
+            raise error
+        return answer
+
+
+def one_thread() -> None:
+    """Workers are the parallelism; tokenizers' own threads would compete with them. A user's setting stays."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _serve(connection: Connection, function: Callable) -> None:
+    """The life of a worker; it ends with its parent, whose end of the pipe is closed then."""
+    one_thread()
+    try:
+        while True:
+            item = connection.recv()
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = (function(item), None)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = (None, error)
+            connection.send(answer)
+    except (EOFError, OSError):
+        return
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C has no effect inside the block."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block, and processes started inside never see it: they end with their parent.
+
+    Blocking alone would not do: another thread takes the signal, and Python raises it in this one.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    noted: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
