@@ -8,8 +8,11 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from gptlm.config.checks import check_readable
 from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
 from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
@@ -20,7 +23,7 @@ from gptlm.config.launching import LAUNCH, parse_launch
 from gptlm.config.parser import Vocabulary, help_text
 from gptlm.config.planning import PLAN, parse_plan, with_layout
 from gptlm.config.run import PRETRAIN, Run, parse_pretrain
-from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft
+from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft, resolve_merge
 from gptlm.config.tools import (
     DEMO,
     PREPROCESS,
@@ -30,6 +33,7 @@ from gptlm.config.tools import (
     parse_tokenizer,
 )
 from gptlm.errors import GptlmError, UsageError
+from gptlm.model.adapter_files import base_and_adapters, settings_of
 
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
@@ -66,7 +70,12 @@ def sft(argv: Sequence[str]) -> None:
 
 
 def merge_lora(argv: Sequence[str]) -> None:
-    arguments = parse_merge(argv)
+    words, printing = _without_print_config(argv)
+    if printing:
+        print(resolve_merge(words).as_json())
+        return
+    arguments = parse_merge(words)
+    settings_of(Path(arguments.lora_path or ""))
     from gptlm.recipes.merge_lora import merge_lora as recipe
 
     recipe(arguments)
@@ -92,6 +101,10 @@ def predict(argv: Sequence[str]) -> None:
         print(resolve_predict(words, printing=True).as_json())
         return
     arguments, notes = parse_predict(words)
+    check_readable("input_file", arguments.input_file)
+    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    if arguments.serve and find_spec("gradio") is None:
+        raise GptlmError("--serve needs gradio; install it with pip install 'gptlm[serve]'")
     see_one_card(arguments.device, os.environ)
     if arguments.serve:
         from gptlm.recipes.serve import serve
@@ -109,6 +122,7 @@ def evaluate(argv: Sequence[str]) -> None:
         print(resolve_evaluate(words, printing=True).as_json())
         return
     arguments, notes = parse_evaluate(words, int(os.environ.get("WORLD_SIZE", 1)))
+    check_readable("eval_path", arguments.eval_path)
     see_one_card(arguments.device, os.environ)
     from gptlm.recipes.evaluate import evaluate as recipe
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
@@ -281,3 +282,28 @@ def test_help_defines_the_measures(capsys):
     out = capsys.readouterr().out
     for word in ("strict", "last token", "token_ratio", "--overlapping_eval", "adjusted_ppl", "(default: 949,50,1)"):
         assert word in out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_scored_as_the_model_they_are_merged_into(work, tmp_path):
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    torch.manual_seed(3)
+    adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(work / "model"), config)
+    adapted.peft_config["default"].base_model_name_or_path = str(work / "model")
+    adapted.save_pretrained(tmp_path / "adapters")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(work / "model").save_pretrained(tmp_path / "merged")
+    text = ["--task", "TEXT", "--eval_path", str(work / "prose.txt"), "--device", "cpu", "--model_name_or_path"]
+    found = [
+        evaluate(*parse_evaluate([*text, *words]))["loss"]
+        for words in (
+            [str(tmp_path / "merged")],
+            [str(tmp_path / "adapters")],
+            [str(work / "model"), "--lora_path", str(tmp_path / "adapters")],
+            [str(work / "model")],
+        )
+    ]
+    assert found[1:3] == pytest.approx([found[0]] * 2, abs=1e-5)
+    assert abs(found[3] - found[0]) > 1e-3
+    with pytest.raises(GptlmError, match="nowhere does not exist"):
+        parse_evaluate([*text, str(work / "model"), "--lora_path", "nowhere"])

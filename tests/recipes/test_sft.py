@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from gptlm.config.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
+from gptlm.inference.loading import load_for_inference
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft import sft
-from gptlm.recipes.sft_data import load_data
+from gptlm.recipes.sft_data import find_sources, load_data
 from tests.conftest import run_script
 
 WORDS = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden".split()
@@ -204,7 +205,7 @@ def test_merging_by_script(tune, tmp_path):
     (tmp_path / "file").write_text("")
     for words, says in (
         (["--lora_path", "out", "--output_path", "file/x"], "is a file, not a folder"),
-        (["--lora_path", "nowhere", "--output_path", "m"], "holds no adapters"),
+        (["--lora_path", "nowhere", "--output_path", "m"], "nowhere does not exist"),
         (
             ["--lora_path", "out", "--output_path", "m", "--model_name_or_path", "nowhere"],
             "neither a folder nor a built-in name",
@@ -304,7 +305,11 @@ def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
     ("words", "data", "says"),
     [
         ((), "[]", "there are no examples to train on"),
-        (("--do_eval",), json.dumps(ROWS[:1]), "there are 1 examples; one for training and one for evaluation"),
+        (
+            ("--do_eval",),
+            json.dumps(ROWS[:1]),
+            r"there are 1 examples in .*d\.json; one for training and one for evaluation",
+        ),
         ((), '[{"text": "x"}]', "of no known form"),
         ((), "nowhere", "can be had neither from this machine nor from the HuggingFace hub"),
     ],
@@ -409,7 +414,7 @@ def chat(model, tmp_path):
 def test_a_chat_template_gives_the_row_it_renders(chat):
     """All turns in one row, id for id what the template renders; every answer and its end is learnt, nothing else."""
     run, tokenizer = chat(CHATML)
-    (row,) = load_data(run, tokenizer).train[0]
+    (row,) = load_data(run, find_sources(run), tokenizer).train[0]
     end = tokenizer.eos_token
     rendered = f"<user>the cat\n<assistant>sat on{end}\n<user>the cat\n<assistant>sat on{end}"
     assert tokenizer.decode(row.ids.tolist()) == rendered
@@ -428,7 +433,7 @@ def test_a_chat_template_gives_the_row_it_renders(chat):
 def test_chat_templates_that_do_not_serve(chat, template, says):
     run, tokenizer = chat(template)
     with pytest.raises(GptlmError, match=says):
-        load_data(run, tokenizer)
+        load_data(run, find_sources(run), tokenizer)
 
 
 def test_turns_without_room_are_counted(tune, tmp_path, capfd):
@@ -467,7 +472,7 @@ def test_a_loss_of_exactly_0_is_spoken_of(tune, model, tmp_path, capfd):
 )
 def test_flags_of_adapters_are_not_dropped_in_silence(model, words, says):
     argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
-    assert says in parse_sft([*argv, *words.split()], {}).notes
+    assert says in parse_sft([*argv, *words.split()], {}, printing=True).notes
 
 
 def test_layouts_are_not_chosen_for_fine_tuning(model):
@@ -488,3 +493,68 @@ def test_adapters_of_layers_that_the_model_lacks_are_not_merged(tune, model, tmp
                       "--output_path", tmp_path / "merged")  # fmt: skip
     assert done.returncode == 1 and "of another model: the model has no place for" in done.stderr
     assert not (tmp_path / "merged").exists()
+
+
+def test_adapters_to_start_from_bring_their_rank_scale_and_places(tune, model, tmp_path):
+    """What is not said is theirs; what is said otherwise, or is of another model, is refused before data is read."""
+    tune("--lora", "--lora_rank", 2, "--lora_alpha", 5, "--lora_target_modules", "c_attn", "c_fc")
+    words = [*BASE, "--dataset_name_or_path", "nowhere", "--output_dir", "o", "--lora_path", str(tmp_path / "out")]
+    run = parse_sft([*words, "--model_name_or_path", str(model)], {})
+    assert (run.lora.lora_rank, run.lora.lora_alpha, run.lora.lora_target_modules) == (2, 5.0, ["c_attn", "c_fc"])
+    assert run.sources["lora_rank"].endswith("out/adapter_config.json")
+    for more, says in (
+        (("--lora_rank", "4"), "lora_rank: the adapters in .*out have 2; leave the flag out"),
+        (("--lora_alpha", "4"), "lora_alpha: the adapters in .*out have 5; leave the flag out"),
+        (("--lora_target_modules", "c_attn"), "lora_target_modules: the adapters in .*out have c_attn c_fc"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            parse_sft([*words, "--model_name_or_path", str(model), *more], {})
+    for name, size, says in (("wide", 64, "is 32 wide|this model is 64 wide"), ("flat", 32, "they have a layer 1")):
+        (tmp_path / name).mkdir()
+        config = {"n_embd": size, "n_layer": 1, "n_head": 2, "n_positions": 48, "vocab_size": 330}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        with pytest.raises(GptlmError, match=says):
+            parse_sft([*words, "--model_name_or_path", str(tmp_path / name)], {})
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(settings | {"use_rslora": True}))
+    with pytest.raises(UsageError, match="its adapters have use_rslora = True"):
+        parse_sft([*words, "--model_name_or_path", str(model)], {})
+
+
+def test_cut_texts_are_counted_and_references_stay_whole(tune, tmp_path, capfd):
+    """Of each kind by hand: "the cat sat " x 9 is longer than 20 tokens, its answer longer than 6; "on" is neither."""
+    rows = [{"src": "the cat sat " * 9, "tgt": "on a mat " * 5 + "old"}] * 2 + [{"src": "on ", "tgt": "on"}] * 4
+    (tmp_path / "cut.json").write_text(json.dumps(rows))
+    tune(
+        "--src_length", 20, "--tgt_length", 6, "--do_eval", "--eval_dataset_name_or_path", tmp_path / "cut.json",
+        data=tmp_path / "cut.json",
+    )  # fmt: skip
+    said = "".join(capfd.readouterr())
+    assert "2 of 6 train prompts are cut at --src_length" in said
+    assert "2 of 6 train answers are cut at --tgt_length or --max_length: those teach no end" in said
+    (path,) = (tmp_path / "out" / "predictions").glob("eval-step-6.jsonl")
+    references = [json.loads(line)["reference"] for line in path.read_text().splitlines()]
+    assert references == [row["tgt"] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_cut_in_half_is_named_before_data_is_read(tune, model, tmp_path, name):
+    shutil.copytree(model, tmp_path / "half")
+    content = (model / name).read_bytes()
+    (tmp_path / "half" / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(GptlmError, match=rf"half/{name} is (damaged|not valid JSON)"):
+        tune(base=tmp_path / "half", data="no/where")
+    if name != "config.json":
+        with pytest.raises(GptlmError, match=rf"half/{name} is damaged"):
+            load_for_inference(str(tmp_path / "half"), torch.device("cpu"))
+
+
+def test_an_absurd_rank_is_refused_and_one_mistake_gives_one_message(model):
+    argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o", "--lora"]
+    for words, says in (
+        (["--lora_rank", "33"], "--lora_rank 33: the matrices have rank 32, more is of no use; give less"),
+        (["--lora_rank", "0"], "--lora_rank 0: expected at least 1"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            parse_sft([*argv, *words], {})
+        assert str(caught.value) == says

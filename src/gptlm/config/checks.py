@@ -187,6 +187,15 @@ def typed(parsed: Parsed, name: str) -> str:
     return parsed.typed.get(name, name)
 
 
+def check_readable(flag: str, path: str | None) -> None:
+    """Raises GptlmError if the file that `flag` names cannot be opened; None is no file."""
+    try:
+        if path:
+            open(path, "rb").close()
+    except OSError as error:
+        raise GptlmError(f"cannot read --{flag} {path}: {error.strerror}") from error
+
+
 def device_known(device: str) -> bool:
     """Whether `device` is gpu, cuda or cpu, perhaps with a card number as in gpu:1."""
     kind, _, index = device.lower().partition(":")

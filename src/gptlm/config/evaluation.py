@@ -12,6 +12,7 @@ from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError
+from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
 from gptlm.model.presets import PRESETS, Shape, shape_of_config
 
 TASKS = ("LAMBADA", "WIKITEXT103", "WIKITEXT2", "TEXT", "DATA")
@@ -43,7 +44,10 @@ class EvaluateArguments:
     """What a trained model is worth on a public task, a text or token files."""
 
     task: str | None = arg(None, "what to measure", choices=TASKS)
-    model_name_or_path: str | None = arg(None, "folder of a trained model with its tokenizer, or a built-in name")
+    model_name_or_path: str | None = arg(
+        None, "folder of a trained model with its tokenizer or of adapters, or a built-in name"
+    )
+    lora_path: str | None = arg(None, "folder of LoRA adapters (PEFT's files), added to the model's weights in memory")
     eval_path: str | None = arg(None, "LAMBADA: lines of JSON with a text; WIKITEXT*, TEXT: a text file in UTF-8")
     cloze_eval: bool | None = arg(None, "FleetX's word for the task: true is LAMBADA, false is WIKITEXT103")
     input_dir: str | None = arg(None, "DATA: prefix of token files, or a folder with one pair of them")
@@ -121,7 +125,7 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     if printing and not (name and (name in PRESETS or Path(name).is_dir())):
         parsed.note(f"the model {name} is not there: sizes and lengths are not checked")
     else:
-        shape = _shape(name)
+        shape = _shape(name, parsed.values["lora_path"])
         _refuse([*_sizes(parsed, shape), *_lengths(parsed, shape)], parsed)
     return parsed
 
@@ -191,13 +195,21 @@ def _device(parsed: Parsed, processes: int) -> Iterator[str]:
         yield "--fp16 and --bf16 exclude each other; give one"
 
 
-def _shape(name: str) -> Shape:
-    """The sizes of the model `name`, from its config.json or our table."""
+def _shape(name: str, lora_path: str | None) -> Shape:
+    """The sizes of the model `name`, from its config.json or our table; adapters must be of these sizes."""
+    base, adapters = base_and_adapters(name, lora_path)
+    shape = _base_shape(base, base_hint(adapters))
+    if adapters:
+        check_fit(Path(adapters), shape)
+    return shape
+
+
+def _base_shape(name: str, hint: str) -> Shape:
     if Path(name).is_dir():
         return shape_of_config(Path(name) / "config.json")
     preset = PRESETS.get(name)
     if preset is None:
-        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name")
+        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
     return preset.shape

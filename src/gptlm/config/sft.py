@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gptlm.config import spellings
@@ -12,6 +13,8 @@ from gptlm.config.resolving import resolve_strategies, resolve_world
 from gptlm.config.run import Run, resolve
 from gptlm.config.shapes import ModelSource, find_model
 from gptlm.errors import UsageError
+from gptlm.model.adapter_files import CONFIG, check_fit, settings_of
+from gptlm.model.presets import Shape
 
 LESS_IS_BETTER = ("loss", "ppl")
 MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
@@ -82,13 +85,27 @@ MERGE = Vocabulary((MergeArguments,), spellings.MERGE_RENAMED, spellings.MERGE_I
 
 def parse_merge(argv: Sequence[str]) -> MergeArguments:
     """Raises UsageError listing everything that is wrong."""
+    return build(MergeArguments, resolve_merge(argv).values)
+
+
+def resolve_merge(argv: Sequence[str]) -> Parsed:
+    """The command with everything filled in. Raises UsageError listing everything that is wrong."""
     parsed = parse(MERGE, argv)
     missing = [f"--{name} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
     if missing:
         raise UsageError("\n".join(missing))
-    return build(MergeArguments, parsed.values)
+    return parsed
 
 
+PLAIN = {  # keys of PEFT's configuration -> what they are where adapters are as those trained here
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "modules_to_save": (None,),
+}
 LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights")
 
 
@@ -112,6 +129,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
 
     Raises:
         UsageError: listing everything that is wrong.
+        GptlmError: if the files of the model or of lora_path cannot be read.
     """
     parsed = parse(SFT, argv)
     resolve_world(parsed, environment, printing)
@@ -120,8 +138,9 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
     if source.shape is None:
         raise UsageError("fine-tuning needs a model with weights: give --model_name_or_path")
     _resolve_lengths(parsed, source)
+    differences = _resolve_adapters(parsed, source.shape, printing)
     _resolve_training(parsed)
-    fields = resolve(parsed, source, printing, lambda: _problems(parsed))
+    fields = resolve(parsed, source, printing, lambda: [*differences, *_problems(parsed, source)])
     return SftRun(data=build(SftArguments, parsed.values), lora=build(LoraArguments, parsed.values), **fields)
 
 
@@ -133,19 +152,53 @@ def _resolve_lengths(parsed: Parsed, source: ModelSource) -> None:
         parsed.set("max_length", length, "derived: src_length + tgt_length, at most the position table")
 
 
+def _resolve_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[str]:
+    """Rank, scale and places of the adapters in lora_path; returns what the command says otherwise."""
+    values = parsed.values
+    folder = Path(values["lora_path"] or "")
+    if not values["lora_path"]:
+        return []
+    if not values["lora"]:
+        parsed.set("lora", True, "derived: lora_path")
+        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, --lora is on")
+    if printing and not folder.is_dir():
+        parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
+        return []
+    settings = settings_of(folder)
+    check_fit(folder, shape)
+    odd = [key for key, plain in PLAIN.items() if settings.get(key) not in plain]
+    if odd or not isinstance(settings.get("target_modules"), list):
+        key = (odd or ["target_modules"])[0]
+        return [
+            f"lora_path {folder}: its adapters have {key} = {settings.get(key)!r}, which fine-tuning here does not go "
+            "on from; merge them with scripts/merge_lora.py and start from the merged model"
+        ]
+    stored: dict[str, Any] = {
+        "lora_rank": settings["r"],
+        "lora_alpha": float(settings["lora_alpha"]),
+        "lora_target_modules": sorted(settings["target_modules"]),
+    }
+    problems = []
+    for flag, value in stored.items():
+        listed = isinstance(value, list)
+        if parsed.sources[flag] == "default":
+            parsed.set(flag, value, f"{folder / CONFIG}")
+        elif (sorted(values[flag]) if listed else values[flag]) != value:
+            told = " ".join(value) if listed else f"{value:g}"
+            problems.append(f"{flag}: the adapters in {folder} have {told}; leave the flag out")
+    return problems
+
+
 def _resolve_training(parsed: Parsed) -> None:
     values = parsed.values
     if parsed.sources["continue_training"] == "default":
         parsed.set("continue_training", True, "derived: fine-tuning")
-    if values["lora_path"] and not values["lora"]:
-        parsed.set("lora", True, "derived: lora_path")
-        parsed.note(f"{parsed.typed_as('lora_path')} {values['lora_path']}: its adapters are trained, --lora is on")
     idle = [name for name in LORA_ONLY if parsed.sources[name] != "default"] if not values["lora"] else []
     for name in idle:
         parsed.note(f"{parsed.typed_as(name)} has no effect: there are no adapters without --lora")
-    if values["lora_alpha"] is None:
+    if values["lora_alpha"] is None and values["lora_rank"] > 0:
         parsed.set("lora_alpha", 2.0 * values["lora_rank"], "derived: 2 x lora_rank")
-    if parsed.sources["min_learning_rate"] == "default":
+    if parsed.sources["min_learning_rate"] == "default" and values["learning_rate"] >= 0:
         rate = values["lr_decay_ratio"] * values["learning_rate"]
         parsed.set("min_learning_rate", rate, "derived: lr_decay_ratio x learning_rate")
     metric = (values["metric_for_best_model"] or "").removeprefix("eval_")
@@ -153,7 +206,7 @@ def _resolve_training(parsed: Parsed) -> None:
         parsed.set("greater_is_better", metric in MORE_IS_BETTER, f"derived: {metric}")
 
 
-def _problems(parsed: Parsed) -> Iterator[str]:
+def _problems(parsed: Parsed, source: ModelSource) -> Iterator[str]:
     values = parsed.values
     least = {"src_length": 1, "tgt_length": 2, "max_length": 2, "lora_rank": 1, "generate_num": -1}
     for name, lowest in least.items():
@@ -165,7 +218,10 @@ def _problems(parsed: Parsed) -> Iterator[str]:
         parsed.note("--do_predict has no effect: fine-tuning data has no test split")
     if not values["continue_training"]:
         yield "continue_training is off: fine-tuning starts from a model's weights; pretraining starts from random ones"
-    if not values["lora_alpha"] > 0:
+    width = source.shape.hidden_size if source.shape else 0
+    if values["lora"] and values["lora_rank"] > width:
+        yield f"lora_rank {values['lora_rank']}: the matrices have rank {width}, more is of no use; give less"
+    if values["lora_alpha"] is not None and not values["lora_alpha"] > 0:
         yield f"lora_alpha {values['lora_alpha']:g}: expected more than 0"
     if not 0 <= values["lora_dropout"] < 1:
         yield f"lora_dropout {values['lora_dropout']:g}: expected 0 or more and below 1"

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gptlm.config.parser import Parsed
-from gptlm.errors import GptlmError, UsageError
+from gptlm.errors import UsageError
 from gptlm.model.presets import (
     CHINESE,
     GPT2_VOCABULARY,
@@ -45,6 +45,7 @@ def find_model(parsed: Parsed) -> ModelSource:
 
     Raises:
         UsageError: if it is neither a built-in name, nor a model folder, nor a config file.
+        GptlmError: if its config.json cannot be read.
     """
     name = parsed.values["model_name_or_path"]
     if name == "":
@@ -56,14 +57,11 @@ def find_model(parsed: Parsed) -> ModelSource:
             raise UsageError(f"without a model name --{', --'.join(missing)} must be given")
         return ModelSource("flags", "the size flags")
     path = Path(name)
-    try:
-        if path.is_dir():
-            weights = str(path) if has_weights(path) else None
-            return ModelSource("folder", f"{path}/config.json", shape_of_config(path / "config.json"), None, weights)
-        if path.is_file():
-            return ModelSource("config", name, shape_of_config(path))
-    except GptlmError as error:
-        raise UsageError(str(error)) from error
+    if path.is_dir():
+        weights = str(path) if has_weights(path) else None
+        return ModelSource("folder", f"{path}/config.json", shape_of_config(path / "config.json"), None, weights)
+    if path.is_file():
+        return ModelSource("config", name, shape_of_config(path))
     preset = PRESETS.get(name.removesuffix(".json"))  # run_gpt3.sh says gpt3-13B-en.json
     if preset is None:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
@@ -172,10 +170,7 @@ def _tokenizer_entries(parsed: Parsed) -> int | None:
         return PRESETS[name].shape.vocab_size
     if name in PRESETS:
         return GPT2_VOCABULARY
-    try:
-        return tokenizer_size(Path(name)) if name else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"the tokenizer in {name} cannot be read ({error}); give a folder with a whole one") from error
+    return tokenizer_size(Path(name)) if name else None
 
 
 def _rounded(entries: int) -> int:

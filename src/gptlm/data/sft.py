@@ -26,12 +26,17 @@ class Row:
         learnt: (n,) bool; whether the id is a target.
         prompt: ids before the last answer, all of them given: what generation continues.
         left_out: turns at the end of the conversation that had no room.
+        answer: text of the last answer, whole.
+        cut_prompts, cut_answers: how many were longer than their limit.
     """
 
     ids: np.ndarray
     learnt: np.ndarray
     prompt: int
     left_out: int = 0
+    answer: str = ""
+    cut_prompts: int = 0
+    cut_answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,28 @@ class Encoder:
         names = sorted({turn.cue for turn in turns})
         cues = dict(zip(names, self.encode(names), strict=True))
         encoded = zip((cues[turn.cue] for turn in turns), prompts, answers, strict=True)
-        return [self._row([next(encoded) for _ in example]) for example in examples]
+        return [self._row(example, [next(encoded) for _ in example]) for example in examples]
 
-    def _row(self, turns: list[tuple[list[int], list[int], list[int]]]) -> Row:
+    def _row(self, example: Example, turns: list[tuple[list[int], list[int], list[int]]]) -> Row:
         """Of (cue, prompt with cue, answer) each; turns that do not fit whole are left out, but for the first."""
         ids: list[int] = []
         learnt: list[bool] = []
-        prompt_end = left_out = 0
+        prompt_end = left_out = cut_prompts = cut_answers = 0
+        last = ""
         for number, (cue, prompt, answer) in enumerate(turns):
             source, target = self._cut(cue, prompt or [self.end], answer)
             if not target or (ids and len(source) + len(target) > self.lengths.total - len(ids)):
                 left_out = len(turns) - number
                 break
-            prompt_end = len(ids) + len(source)
+            prompt_end, last = len(ids) + len(source), example[number].answer
+            cut_prompts += len(source) < len(prompt)
+            cut_answers += len(target) < len(answer) + (self.end_text is None)
             ids += source + target
             learnt += [self.learn_prompts] * len(source) + [True] * len(target)
         if learnt:
             learnt[0] = False  # nothing foretells the first token
-        return Row(np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool), prompt_end, left_out)
+        cut = (cut_prompts, cut_answers)
+        return Row(np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool), prompt_end, left_out, last, *cut)
 
     def _cut(self, cue: list[int], prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
         """The prompt gives way to the answer; an answer that is cut does not end."""

@@ -7,19 +7,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import WEIGHTS, settings_of
 from gptlm.model.build import load_model
+from gptlm.model.files import check_safetensors, check_weights
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
-from gptlm.model.lora import CONFIG, WEIGHTS, merged, settings_of
-from gptlm.model.presets import has_weights
+from gptlm.model.lora import merged
 from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether `folder` holds adapters instead of a model."""
-    return (folder / CONFIG).is_file() and not has_weights(folder)
 
 
 def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
@@ -29,6 +25,7 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
         GptlmError: if something is missing, or the two do not fit.
     """
     settings_of(adapters)
+    check_weights(Path(source))
     shapes = _shapes(adapters)
     whole = [name for name in shapes if name.endswith(TRANSPOSED)]
     if whole:  # stored (in, out) by stock GPT-2, and the square ones would fit the wrong way round
@@ -36,8 +33,7 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
             f"the adapters in {adapters} replace whole matrices ({whole[0]}); only low-rank adapters are added here, "
             "merge these with PEFT"
         )
-    own = any((adapters / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(str(adapters) if own else source)
+    tokenizer = load_tokenizer(tokenizer_folder(source, adapters))
     model = load_model(source)
     _check_layers(model, shapes, adapters)
     if any("wte.lora_" in name for name in shapes):  # adapters of the embedding leave the head as it is
@@ -47,13 +43,19 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
     return merged(model, adapters, max(rows, default=len(tokenizer))), tokenizer
 
 
+def tokenizer_folder(source: str, adapters: Path) -> str:
+    """The adapters' own folder if it holds a tokenizer, else the model's."""
+    return str(adapters) if any((adapters / name).is_file() for name in TOKENIZER_FILES) else source
+
+
 def _shapes(adapters: Path) -> dict[str, list[int]]:
     """Name in the model -> shape of every tensor in the adapters' file."""
+    check_safetensors(adapters / WEIGHTS)
     try:
         with safe_open(adapters / WEIGHTS, "pt") as file:
             return {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}
     except Exception as error:  # FileNotFoundError and safetensors' own kinds
-        raise GptlmError(f"the adapters in {adapters} cannot be read: {error}") from error
+        raise GptlmError(f"{adapters / WEIGHTS} cannot be read: {error}") from error
 
 
 def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from gptlm.errors import GptlmError
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.build import load_model
+from gptlm.model.files import check_weights
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import load_tokenizer
@@ -31,6 +32,7 @@ def load_for_inference(
         lacks = "config.json" if has_weights(folder) else "model weights (model.safetensors)"
         raise GptlmError(f"{folder} holds no {lacks}; give the output_dir of a training run")
     if lora_path is None:
+        check_weights(folder)
         tokenizer = load_tokenizer(source)
         model = load_model(source, dtype=dtype)
     else:

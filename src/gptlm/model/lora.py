@@ -4,7 +4,6 @@ Stock GPT-2 keeps its matrices as Conv1D (in, out), ours are `nn.Linear` (out, i
 shape for both, and only PEFT's switch `fan_in_fan_out` differs. Files say true, which stock GPT-2 needs.
 """
 
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
+from gptlm.model.files import check_safetensors
 from gptlm.model.gpt import GPTLMHeadModel
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "default"  # PEFT's name of the one adapter of a model
 
 
@@ -56,21 +56,6 @@ def add_adapters(
     return adapted
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """The adapter configuration in `folder`.
-
-    Raises:
-        GptlmError: if there is none, or it is not LoRA's.
-    """
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GptlmError(f"{folder} holds no adapters: {CONFIG} is missing or damaged ({error})") from error
-    if config.get("peft_type") != "LORA":
-        raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
-    return config
-
-
 class StoredAdapters:
     """The adapters in a folder, read one at a time by the names of a model's parameters.
 
@@ -80,10 +65,11 @@ class StoredAdapters:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        check_safetensors(folder / WEIGHTS)
         try:
             self.file = safe_open(folder / WEIGHTS, "pt")
         except Exception as error:  # FileNotFoundError and safetensors' own kinds
-            raise GptlmError(f"the adapters in {folder} cannot be read: {error}") from error
+            raise GptlmError(f"{folder / WEIGHTS} cannot be read: {error}") from error
         self.names = set(self.file.keys())
 
     def get(self, name: str) -> Tensor:

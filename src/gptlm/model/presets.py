@@ -127,13 +127,22 @@ def tokenizer_size(folder: Path) -> int | None:
     """Number of ids of the tokenizer in `folder` (highest id + 1), or None if its files are not JSON.
 
     Reads tokenizer.json, else vocab.json, so that the vocabulary is known without importing anything heavy.
+
+    Raises:
+        GptlmError: if the file is damaged.
     """
-    if (file := folder / "tokenizer.json").is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+    file = next((path for name in ("tokenizer.json", "vocab.json") if (path := folder / name).is_file()), None)
+    if file is None:
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        if file.name == "vocab.json":
+            return max(content.values(), default=-1) + 1
         vocabulary = content.get("model", {}).get("vocab")
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
         added = [token["id"] for token in content.get("added_tokens", ())]
         return max([*ids, *added], default=-1) + 1
-    if (file := folder / "vocab.json").is_file():
-        return max(json.loads(file.read_text(encoding="utf-8")).values(), default=-1) + 1
-    return None
+    except OSError as error:
+        raise GptlmError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GptlmError(f"{file} is damaged ({error}); give a folder with a whole tokenizer") from error

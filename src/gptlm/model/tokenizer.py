@@ -35,6 +35,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         )
     if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
         return load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    if (folder / "tokenizer.json").is_file():
+        _read_json(folder / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
@@ -54,6 +56,16 @@ def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase
     if EOS not in vocabulary:
         raise GptlmError(f"{vocab_file} has no {EOS} entry, which GPT-2's vocabulary ends documents with")
     return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+
+
+def _read_json(path: Path) -> None:
+    """Raises GptlmError if `path` is not JSON: `transformers` passes over such a file, or names none."""
+    try:
+        json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise GptlmError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise GptlmError(f"{path} is damaged: no valid JSON ({error}); copy or download it again") from error
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

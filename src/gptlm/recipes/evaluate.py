@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.evaluation import EvaluateArguments
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError
+from gptlm.inference.adapters import tokenizer_folder
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.scoring import score
 from gptlm.inference.tasks import Cloze, Reading, Report, read_cloze, read_text
+from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
@@ -58,12 +60,13 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
 def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
     machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
-    source = _source(arguments.model_name_or_path or "")
-    tokenizer = _tokenizer(source)
-    task = _task(arguments, tokenizer, shape_of_config(Path(source) / "config.json").vocab_size)
+    name, adapters = base_and_adapters(arguments.model_name_or_path or "", arguments.lora_path)
+    source = _source(name, base_hint(adapters))
+    tokenizer, rows = _tokenizer(source, adapters)
+    task = _task(arguments, tokenizer, rows)
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")  # a few sums, on the CPU
-    model, _ = load_for_inference(source, _device(machine.device), dtype=machine.dtype)
+    model, _ = load_for_inference(source, _device(machine.device), dtype=machine.dtype, lora_path=adapters)
     sums = _sums(model, task, arguments, (rank, world))
     report = {
         "task": arguments.task,
@@ -85,18 +88,21 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def _source(name: str) -> str:
-    """The folder of the model."""
-    folder = model_folder(name)
+def _source(name: str, hint: str) -> str:
+    """The folder of the model; `hint` is added to the sentence that it is not there."""
+    folder = model_folder(name, hint)
     if not has_weights(Path(folder)):
         raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
     return folder
 
 
-def _tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, judged before the weights are read."""
-    tokenizer = load_tokenizer(source)
+def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of the model or of its adapters, judged before the weights are read; and rows of the embedding."""
+    folder = tokenizer_folder(source, Path(adapters)) if adapters else source
+    tokenizer = load_tokenizer(folder)
     rows = shape_of_config(Path(source) / "config.json").vocab_size
+    if folder != source:
+        rows = max(rows, len(tokenizer))  # adapters may bring tokens of their own
     if len(tokenizer) > rows:
         raise GptlmError(
             f"the tokenizer in {source} has {len(tokenizer)} entries, the model's vocabulary {rows}: they are not of "
@@ -109,7 +115,7 @@ def _tokenizer(source: str) -> PreTrainedTokenizerBase:
             len(tokenizer),
             rows,
         )
-    return tokenizer
+    return tokenizer, rows
 
 
 def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> Cloze | Reading:

@@ -1,6 +1,7 @@
 """Adapters into a model: base weights + adapters -> one plain GPT-2 folder."""
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -9,8 +10,8 @@ import transformers
 from gptlm.config.sft import MergeArguments
 from gptlm.errors import GptlmError
 from gptlm.inference.adapters import load_adapted
+from gptlm.model.adapter_files import base_hint, settings_of
 from gptlm.model.hub import model_folder
-from gptlm.model.lora import settings_of
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
 from gptlm.training.logging import start_logging
@@ -25,12 +26,13 @@ def merge_lora(arguments: MergeArguments) -> None:
         GptlmError: as `merge` does.
     """
     start_logging(speaks=True)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # PEFT asks DeepSpeed for one, which would say what it found
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
     base = arguments.model_name_or_path or settings_of(adapters).get("base_model_name_or_path") or ""
     check_output("output_path", output)
-    source = model_folder(base)
+    source = model_folder(base, base_hint(str(adapters)))
     for what, folder in (("adapters", adapters), ("model", Path(source))):
         if output.resolve() == folder.resolve():
             raise GptlmError(f"--output_path {output} is the folder of the {what}; give another one")

@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
 from gptlm.errors import GptlmError
-from gptlm.inference.adapters import is_adapter
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.streaming import Stream
+from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
-from gptlm.model.lora import settings_of
 from gptlm.recipes.machine import choose_machine, use_device
 from gptlm.training.logging import start_logging
 
@@ -71,17 +70,8 @@ def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokeniz
     Raises:
         GptlmError: if something cannot be found or read.
     """
-    name, adapters = arguments.model_name_or_path, arguments.lora_path
-    if is_adapter(Path(name)):
-        if adapters:
-            raise GptlmError(
-                f"{name} and --lora_path {adapters} are both adapters; merge one with scripts/merge_lora.py"
-            )
-        adapters, name = name, settings_of(Path(name)).get("base_model_name_or_path") or ""
-    elif adapters:
-        settings_of(Path(adapters))
-    hint = f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
-    folder = model_folder(name, hint)
+    name, adapters = base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    folder = model_folder(name, base_hint(adapters))
     machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
     return load_for_inference(folder, torch.device(machine.device), dtype=machine.dtype, lora_path=adapters)

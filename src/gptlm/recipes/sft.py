@@ -13,14 +13,23 @@ from gptlm.config.run import with_epochs_counted
 from gptlm.config.sft import SftRun
 from gptlm.data.sft import Shuffled
 from gptlm.errors import GptlmError
-from gptlm.model.lora import add_adapters, load_adapters, settings_of
+from gptlm.model.adapter_files import settings_of
+from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.tokenizer import load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
 from gptlm.recipes.model import make_model, tokenizer_folder, weights_folder
-from gptlm.recipes.sft_data import SftData, collator, continuation, evaluation_samples, load_data, order_facts
+from gptlm.recipes.sft_data import (
+    SftData,
+    collator,
+    continuation,
+    evaluation_samples,
+    find_sources,
+    load_data,
+    order_facts,
+)
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
@@ -38,9 +47,10 @@ def sft(run: SftRun) -> dict[str, float]:
         GptlmError: for anything the user can mend, before the model is built wherever that is possible.
     """
     start, machine = begin(run, _check_start)
+    sources = find_sources(run)
     tokenizer, new_tokens = _tokenizer(run)
     run = _with_room_for(run, tokenizer)
-    data = load_data(run, tokenizer)
+    data = load_data(run, sources, tokenizer)
     total = run.batch.total
     run = with_epochs_counted(run, -(-len(data.train) // total) or 1)
     with output_locked(run), process_group_closed():

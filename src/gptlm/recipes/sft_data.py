@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +34,7 @@ MOST_HELD_OUT = 1000
 HUB_SPLITS = {"train": "train", "dev": "validation"}
 FILE_ENDINGS = (".json", ".jsonl", ".parquet")  # no dataset of the hub is called so
 PADDLE_END = " </s>"
+Sources = dict[str, Path | str]  # "train" and "dev" -> a file, a saved dataset, or "hub:NAME:SPLIT"
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class SftData:
         return max(1, round(total / max(len(self.train), 1)))
 
 
-def load_data(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftData:
-    """Everything read and encoded.
+def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> SftData:
+    """Everything in `sources` (see `find_sources`) read and encoded.
 
     Raises:
         GptlmError: if files cannot be read, or nothing can be learnt from them.
     """
-    train, dev = _examples(run, tokenizer)
+    train, dev = _examples(run, sources, tokenizer)
     encoder = _encoder(run, tokenizer)
     rows = {name: _rows(encoder, examples, name) for name, examples in (("train", train), ("dev", dev))}
     shown = rows["train"] or rows["dev"]
@@ -95,7 +96,7 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     """What evaluations generate; None where they do not."""
     if not run.data.eval_with_do_generation or not data.prompts:
         return None
-    prompts = [row.ids[: row.prompt].tolist() for row in data.prompts]
+    prompts, paddle = [row.ids[: row.prompt].tolist() for row in data.prompts], run.data.paddle_compat
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -113,10 +114,10 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     return Continuation(
         prompts=prompts,
         texts=[decode(prompt) for prompt in prompts],
-        answers=[decode(row.ids[row.prompt :].tolist()) for row in data.prompts],
+        answers=[decode(row.ids[row.prompt :].tolist()) if paddle else row.answer for row in data.prompts],
         generate=generate,
         level=run.data.metric_level,
-        clean=_paddle_clean if run.data.paddle_compat else str.strip,
+        clean=_paddle_clean if paddle else str.strip,
     )
 
 
@@ -138,10 +139,9 @@ def _paddle_clean(text: str) -> str:
 # Where examples lie -----------------------------------------------------------------------------------------------
 
 
-def _examples(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
     """Examples for training and for evaluation, only those that the run needs."""
     training, data = run.training, run.data
-    sources = _sources(run)
     train = _read(sources["train"], tokenizer) if "train" in sources else []
     dev = _read(sources["dev"], tokenizer) if "dev" in sources and training.do_eval else []
     if training.do_eval and not dev:
@@ -149,7 +149,10 @@ def _examples(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Exa
             return [], train
         count = min(max(1, len(train) // HELD_OUT), MOST_HELD_OUT)
         if len(train) <= count:
-            raise GptlmError(f"there are {len(train)} examples; one for training and one for evaluation are needed")
+            raise GptlmError(
+                f"there are {len(train)} examples in {sources['train']}; one for training and one for evaluation are "
+                "needed"
+            )
         logger.info("there are no examples for evaluation: the last %d of %d are held out for it", count, len(train))
         train, dev = train[:-count], train[-count:]
     if training.do_train and not train:
@@ -157,10 +160,14 @@ def _examples(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Exa
     return train if training.do_train else [], dev
 
 
-def _sources(run: SftRun) -> dict[str, Path | str]:
-    """ "train" and "dev" -> a file, a saved dataset, or "hub:NAME:SPLIT"."""
+def find_sources(run: SftRun) -> Sources:
+    """Where the examples lie.
+
+    Raises:
+        GptlmError: if there is no such file or folder, or nothing in it.
+    """
     data = run.data
-    found: dict[str, Path | str] = {}
+    found: Sources = {}
     if data.dataset_name_or_path is None:
         found = {split: f"hub:{data.task_name}:{hub}" for split, hub in HUB_SPLITS.items()}
     else:
@@ -178,7 +185,10 @@ def _sources(run: SftRun) -> dict[str, Path | str]:
         else:
             found = {split: f"hub:{path}:{hub}" for split, hub in HUB_SPLITS.items()}
     if data.eval_dataset_name_or_path:
-        found["dev"] = Path(data.eval_dataset_name_or_path)
+        path = Path(data.eval_dataset_name_or_path)
+        found["dev"] = path
+        if not path.exists():
+            raise GptlmError(f"--eval_dataset_name_or_path {path}: there is no such file or folder")
     return found
 
 
@@ -231,6 +241,11 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], prompt: bool) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except TemplateSyntaxError as error:
+        raise GptlmError(
+            f"the tokenizer's chat template is no valid Jinja, line {error.lineno}: {error}; mend chat_template in "
+            f"the folder {tokenizer.name_or_path}"
+        ) from error
     except TemplateError as error:
         raise GptlmError(f"the tokenizer's chat template refuses a conversation: {error}") from error
 
@@ -269,12 +284,24 @@ def _rows(encoder: Encoder, examples: list[Example], name: str) -> list[Row]:
             "%d turns at the ends of %d %s conversations are left out: --max_length has no room for them",
             sum(shortened), len(shortened), name,
         )  # fmt: skip
+    _say_cuts(kept, name)
     if rows and not kept:
         raise GptlmError(f"no {name} example has a token to learn; check --src_length, --tgt_length and --max_length")
     if kept:
         longest, learnt = max(len(row.ids) for row in kept), sum(int(row.learnt.sum()) for row in kept)
         logger.info("%s: %d examples, longest %d tokens, %d tokens to learn", name, len(kept), longest, learnt)
     return kept
+
+
+def _say_cuts(rows: list[Row], name: str) -> None:
+    prompts, answers = sum(row.cut_prompts > 0 for row in rows), sum(row.cut_answers > 0 for row in rows)
+    if prompts:
+        logger.warning("%d of %d %s prompts are cut at --src_length or --max_length", prompts, len(rows), name)
+    if answers:
+        logger.warning(
+            "%d of %d %s answers are cut at --tgt_length or --max_length: those teach no end of an answer",
+            answers, len(rows), name,
+        )  # fmt: skip
 
 
 def _show(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:

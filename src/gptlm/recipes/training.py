@@ -15,6 +15,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError
+from gptlm.model.files import check_weights
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, use_device
@@ -48,6 +49,8 @@ def begin(
         check_output("logging_dir", Path(training.logging_dir))
     start = starting_point(run, check)
     say_start(run, start)
+    if run.model.continue_training and run.source.kind == "folder":
+        check_weights(Path(run.source.weights or ""))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(machine)
     return start, machine

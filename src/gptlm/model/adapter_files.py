@@ -1,0 +1,86 @@
+"""PEFT's folders of adapters: what their configuration says, and to which model they belong. No torch here."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gptlm.errors import GptlmError
+from gptlm.model.files import check_safetensors
+from gptlm.model.presets import Shape, has_weights
+
+KINDS: dict[str, Any] = {
+    "r": int,
+    "lora_alpha": (int, float),
+    "target_modules": (list, str),
+}  # what LoRA's configuration must have
+PLACE = re.compile(r"\.h\.(?P<layer>\d+)\.(?P<matrix>[\w.]+)\.lora_A\.weight$")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds adapters instead of a model."""
+    return (folder / CONFIG).is_file() and not has_weights(folder)
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The adapter configuration in `folder`.
+
+    Raises:
+        GptlmError: if there is none, or it is not LoRA's.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        there = "does not exist" if not folder.is_dir() else f"holds no adapters: {CONFIG} is missing"
+        raise GptlmError(f"{folder} {there}; give the output_dir of a run with --lora, or another PEFT folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GptlmError(f"{path} is damaged ({error}); copy the folder again") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise GptlmError(f"the adapters in {folder} are {kind}; expected LORA")
+    for key, kinds in KINDS.items():
+        if not isinstance(config.get(key), kinds):
+            raise GptlmError(f"{path} is damaged: {key} is {config.get(key)!r}; copy the folder again")
+    return config
+
+
+def check_fit(folder: Path, shape: Shape) -> None:
+    """Raises GptlmError if the adapters in `folder` are damaged, or of a model of another width or depth."""
+    for name, sizes in check_safetensors(folder / WEIGHTS).items():
+        found = PLACE.search(name)
+        if found is None:
+            continue
+        if int(found["layer"]) >= shape.num_hidden_layers:
+            raise GptlmError(
+                f"the adapters in {folder} are of another model: they have a layer {found['layer']}, this model has "
+                f"{shape.num_hidden_layers} from 0 on"
+            )
+        if found["matrix"] != "mlp.c_proj" and sizes[1:] != [shape.hidden_size]:
+            raise GptlmError(
+                f"the adapters in {folder} are of another model: {name} is {sizes}, this model is {shape.hidden_size} "
+                "wide"
+            )
+
+
+def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None]:
+    """The model and the adapters that `--model_name_or_path name --lora_path lora_path` means.
+
+    A folder of adapters alone names its model itself.
+
+    Raises:
+        GptlmError: if both are adapters, or the adapters' configuration cannot be read.
+    """
+    if not is_adapter(Path(name)):
+        if lora_path:
+            settings_of(Path(lora_path))
+        return name, lora_path
+    if lora_path:
+        raise GptlmError(f"{name} and --lora_path {lora_path} are both adapters; merge one with scripts/merge_lora.py")
+    return settings_of(Path(name)).get("base_model_name_or_path") or "", name
+
+
+def base_hint(adapters: str | None) -> str:
+    """What to add to the sentence that the adapters' model is not there."""
+    return f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
