@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 SEQUENCE = 1
@@ -56,6 +57,21 @@ class _SumAndScatter(torch.autograd.Function):
         return _joined(gradient, ctx.group), None
 
 
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return F.linear(_joined(x, group), weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)
+        of_weight = rows.t() @ _joined(x, ctx.group).flatten(0, 1)
+        return _sum_and_part(gradient @ weight, ctx.group), of_weight, rows.sum(0), None
+
+
 def copy(x: Tensor, group: Any) -> Tensor:
     """`x` for work that is split over `group`; backward: the sum of the gradients."""
     return _Copy.apply(x, group)
@@ -69,6 +85,18 @@ def summed(x: Tensor, group: Any) -> Tensor:
 def gathered(x: Tensor, group: Any) -> Tensor:
     """Parts of a sequence (B, T / n, D) joined to (B, T, D) for split work; backward: a part of the summed gradient."""
     return _Gather.apply(x, group)
+
+
+def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    """`F.linear` of the joined parts of a sequence, (B, T / n, in) -> (B, T, out / n).
+
+    The parts are kept for the backward pass and joined again there: a share of the memory for one more exchange.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        half = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(half), weight.to(half), bias.to(half)
+    return _GatheredLinear.apply(x, weight, bias, group)
 
 
 def summed_and_scattered(x: Tensor, group: Any) -> Tensor:
@@ -95,11 +123,15 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 
 def _joined(x: Tensor, group: Any) -> Tensor:
-    return joined(x, group, SEQUENCE)
+    """(B, T / n, D) -> (B, T, D)."""
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather(list(parts.unbind()), x.contiguous(), group=group)
+    return parts.transpose(0, 1).flatten(1, 2)
 
 
 def _sum_and_part(x: Tensor, group: Any) -> Tensor:
-    parts = [piece.contiguous() for piece in x.chunk(dist.get_world_size(group), SEQUENCE)]
+    """(B, T, D) -> (B, T / n, D)."""
+    parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
     own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, parts, group=group)
+    dist.reduce_scatter(own, list(parts.unbind()), group=group)
     return own

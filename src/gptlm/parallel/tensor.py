@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlm.parallel.collectives import copy, gathered, part, summed, summed_and_scattered
+from gptlm.parallel.collectives import copy, gathered, gathered_linear, part, summed, summed_and_scattered
 
 
 class ColumnLinear(nn.Module):
@@ -29,8 +29,9 @@ class ColumnLinear(nn.Module):
         self.group, self.sequence = group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        x = gathered(x, self.group) if self.sequence else copy(x, self.group)
-        return F.linear(x, self.weight, self.bias)
+        if self.sequence:
+            return gathered_linear(x, self.weight, self.bias, self.group)
+        return F.linear(copy(x, self.group), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
