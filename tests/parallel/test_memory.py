@@ -1,6 +1,6 @@
-"""The planner's arithmetic against what was measured on H100 cards (torch.cuda.max_memory_allocated, GiB).
+"""The planner's arithmetic against what was measured on H100 and H200 cards (torch.cuda.max_memory_allocated, GiB).
 
-benchmarks/strategies.py, 345M, 1024 tokens, 20 steps: micro-batch 16 on one card, 8 on two.
+benchmarks/strategies.py, 345M, 1024 tokens, 20 steps: micro-batch 16 on one card, 8 on two. SPLIT: two H200, NCCL.
 """
 
 import pytest
@@ -30,11 +30,20 @@ LARGER = [  # 1.3B, one H200
     (Layout(micro=8), 35.26),
     (Layout(micro=8, recompute="full"), 25.13),
     (Layout(micro=8, recompute="full_attn"), 32.24),
+    (Layout(data=2, shards=2, micro=4, stage=2), 18.09),
+    (Layout(tensor=2, micro=4, accumulation=2), 16.06),
+    (Layout(pipeline=2, micro=2, accumulation=4), 14.75),
+]
+SPLIT = [
+    (Layout(micro=32), 30.95),
+    (Layout(tensor=2, micro=8, accumulation=2), 8.84),
+    (Layout(pipeline=2, micro=2, accumulation=8), 5.63),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "measured"), [(M345, *row) for row in MEASURED] + [(BILLION, *row) for row in LARGER]
+    ("sizes", "layout", "measured"),
+    [(M345, *row) for row in MEASURED + SPLIT] + [(BILLION, *row) for row in LARGER],
 )
 def test_measured_memory_is_foretold_within_15_percent(sizes, layout, measured):
     assert memory_of(sizes, layout).total / GIB == pytest.approx(measured, rel=0.15)

@@ -10,6 +10,7 @@ from gptlm.errors import GptlmError
 from gptlm.model.documents import Documents, document_attention
 from gptlm.recipes.pretrain import pretrain
 from gptlm.training.checkpoint import read
+from gptlm.training.master import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
 
 pytestmark = [
@@ -115,3 +116,35 @@ def test_an_overflow_at_the_lowest_scale_ends_the_run(losses, tmp_path, more):
     with pytest.raises(GptlmError, match=r"gradients overflow at the lowest loss scale .* at step 1, no loss was good"):
         losses("x", "--fp16", "--loss_scale", 1e30, "--save_steps", 1, *more)
     assert not list((tmp_path / "x").glob("checkpoint-*"))
+
+
+def test_one_compiled_pass_updates_as_adamw_does():
+    """Learning rates that change, weights of odd sizes, one without a gradient in some steps."""
+
+    def make(fused):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in ((1000, 333), (77,), (5, 5))]
+        groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0}]
+        return weights, MasterWeightAdamW(groups, lr=1e-2, fused=fused)
+
+    pairs = [make(True), make(False)]
+    for step in range(20):
+        for number in range(3):
+            gradient = torch.randn(pairs[0][0][number].shape, device="cuda").bfloat16()
+            for weights, _ in pairs:
+                weights[number].grad = None if number == 1 and step % 7 == 3 else gradient.clone()
+        for _, optimizer in pairs:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * (step + 1) / 20
+            optimizer.take_gradients()
+            clip(optimizer, 1.0)
+            optimizer.step()
+    for one, other in zip(pairs[0][1].masters, pairs[1][1].masters, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_compiling_and_not_compiling_agree(losses):
+    """Everything on and everything off: float32 to 1e-5, bfloat16 to 2e-3."""
+    for name, words, distance in (("f", (), 1e-5), ("b", ("--bf16", "--fp16_opt_level", "O2"), 2e-3)):
+        on, off = losses(f"{name}-on", *words), losses(f"{name}-off", *words, "--torch_compile", "0")
+        assert [e["loss"] for e in on] == pytest.approx([e["loss"] for e in off], abs=distance)

@@ -628,3 +628,24 @@ def test_evaluation_alone_takes_the_model_in_output_dir(train, corpus_folder, ti
     assert again["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
     with pytest.raises(UsageError, match="--continue_training"):
         parse_pretrain([*words, "--do_eval", "--model_name_or_path", str(tiny_model)], {})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(("--recompute", "1"), marks=pytest.mark.slow),
+        pytest.param(("--recompute", "1", "--recompute_granularity", "core_attn"), marks=pytest.mark.slow),
+        pytest.param(("--document_masking", "attention"), marks=pytest.mark.slow),
+    ],
+)
+def test_compiling_changes_no_loss(train, tmp_path, more):
+    """Training and evaluation, and the saved weights load in stock transformers under their names."""
+    words = ["--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0", *more]
+    plain, compiled = train(*words), train(*words, "--torch_compile", output="compiled")
+    assert losses(compiled[1]) == pytest.approx(losses(plain[1]), abs=1e-5)
+    assert compiled[0]["eval_loss"] == pytest.approx(plain[0]["eval_loss"], abs=1e-5)
+    found, wanted = weights(tmp_path / "compiled"), weights(tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4)

@@ -28,11 +28,12 @@ def test_equals_adamw_on_float32_copies(dtype):
             weight.grad, copy.grad = gradient.clone(), gradient.float()
         optimizer.take_gradients()
         norm = clip(optimizer, 1.0)
-        assert norm == torch.nn.utils.clip_grad_norm_(plain, 1.0)
+        assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(plain, 1.0).item(), rel=1e-6)
         optimizer.step()
         reference.step()
     for weight, master, copy in zip(weights, optimizer.masters, plain):
-        assert torch.equal(master, copy) and torch.equal(weight, copy.to(dtype)) and weight.dtype == dtype
+        torch.testing.assert_close(master, copy, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight, master.to(dtype)) and weight.dtype == dtype
 
 
 def test_small_updates_add_up():
@@ -58,7 +59,7 @@ def test_float32_sums_of_micro_batches():
             optimizer.add_gradients()
             assert weight.grad is None
         optimizer.take_gradients()
-        assert optimizer.masters[0].grad.item() == 264.0
+        assert optimizer.gradients[0].item() == 264.0
         optimizer.step()
 
 

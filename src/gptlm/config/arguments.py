@@ -148,6 +148,9 @@ class TrainingArguments:
     loss_scale_window: int = arg(2000, "good steps after which the dynamic loss scale doubles")
     hysteresis: int = arg(1, "overflows after which the dynamic loss scale halves")
     min_loss_scale: float = arg(1.0, "lowest loss scale; an overflow there ends the run")
+    torch_compile: bool | None = arg(
+        None, "compile blocks and loss; unset: in pretraining on a GPU, where layers and weights are whole"
+    )
     amp_master_grad: bool = arg(False, "accumulate gradients in float32 under O2")
     recompute: bool = arg(False, "compute activations again in the backward pass instead of keeping them")
     recompute_granularity: str = arg(

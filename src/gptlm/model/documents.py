@@ -23,6 +23,7 @@ class Documents(NamedTuple):
     longest: int
 
 
+@torch.compiler.disable
 def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float) -> Tensor:
     """Causal attention inside each document: three (B, H, T, E) -> (B, H, T, E).
 

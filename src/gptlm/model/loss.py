@@ -6,6 +6,7 @@ The price is none: the same three matrix products as the plain formula, in the f
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ CHUNK_TOKENS = 1024  # 1024 x 50304 fp32 logits are 206 MB
 
 Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C,), "max" | "sum") -> the same, over all shards
 
+ChunkLoss = Callable[[Tensor, Tensor, int, int, Reduction], tuple[Tensor, Tensor]]
+
 
 def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
     return values
@@ -21,19 +24,19 @@ def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ignore_index, first_id, reduce):  # type: ignore[override]
+    def forward(ctx, hidden, weight, targets, ignore_index, first_id, reduce, chunk, size):  # type: ignore[override]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for start in range(0, hidden.shape[0], CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            loss, grad_logits = _chunk(hidden[rows], weight, targets[rows], ignore_index, first_id, reduce)
+        for start in range(0, hidden.shape[0], size):
+            rows = slice(start, start + size)
+            loss, grad_logits = chunk(hidden[rows] @ weight.T, targets[rows], ignore_index, first_id, reduce)
             total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
+                _add_product(grad_weight, grad_logits.T, hidden[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total
@@ -45,27 +48,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_total.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_total).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 6
 
 
-def _chunk(hidden, weight, targets, ignore_index, first_id, reduce) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk (C, D) and the gradient of that sum by its logits (C, V), in the logits' dtype."""
-    product = hidden @ weight.T  # (C, V)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, in one pass where the GPU adds products of half precision up so."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and left.dtype == right.dtype:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def chunk_loss(
+    product: Tensor, targets: Tensor, ignore_index: int, first_id: int, reduce: Reduction
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of the logits (C, V) of one chunk, and its gradient by them, in their dtype."""
     logits = product.float()
     highest = reduce(logits.max(dim=-1).values, "max")
     exponentials = (logits - highest[:, None]).exp_()
     normaliser = reduce(exponentials.sum(dim=-1), "sum")
     counted = targets != ignore_index
     column = torch.where(counted, targets - first_id, 0)
-    here = counted & (column >= 0) & (column < weight.shape[0])  # this shard owns the target's row
+    here = counted & (column >= 0) & (column < product.shape[1])  # this shard owns the target's row
     column = torch.where(here, column, 0)
     own = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0.0)
     target_logit = reduce(own, "sum")
     losses = normaliser.log() + highest - target_logit
-    probabilities = exponentials.div_(normaliser[:, None])
-    probabilities.scatter_add_(1, column[:, None], -here.to(probabilities.dtype)[:, None])
-    probabilities.mul_(counted[:, None])
-    return torch.where(counted, losses, 0.0).sum(), probabilities.to(product.dtype)
+    probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0)[:, None])
+    targeted = here[:, None] & (torch.arange(product.shape[1], device=product.device) == column[:, None])
+    return torch.where(counted, losses, 0.0).sum(), probabilities.sub_(targeted.float()).to(product.dtype)
 
 
 def linear_cross_entropy(
@@ -76,6 +87,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     first_id: int = 0,
     reduce: Reduction = _whole_vocabulary,
+    chunk: ChunkLoss = chunk_loss,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[target], a float32 scalar.
 
@@ -86,10 +99,13 @@ def linear_cross_entropy(
         first_id: the token id of `weight`'s first row.
         reduce: combines per-token values (N,) over the processes that share the vocabulary by "max" or "sum";
             the identity when one process holds all of it.
+        chunk: `chunk_loss`, or the same compiled.
+        chunk_tokens: tokens that go through together.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, first_id, reduce)
+    how = (ignore_index, first_id, reduce, chunk, chunk_tokens)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, *how)
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar."""
-    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
+    """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar; `how` is handed on."""
+    return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), **how)

@@ -3,8 +3,8 @@
 Activations of one layer and token, in units of the width D (half precision / float32), with the kernels used here
 (attention keeps no scores): input of each layer norm 2 / 4, its output (a Linear's input) 2 / 4, q, k and v 6 / 12,
 attention's output 2 / 4, feed-forward before and after GELU 8 + 8 / 16 + 16, a byte for each dropout mask. Under
-autocast the residual stream is float32 and the Linears' inputs are half. Checked against `max_memory_allocated` of an
-H100, see `tests/parallel/test_memory.py`.
+autocast the residual stream is float32 and the Linears' inputs are half. Checked against `max_memory_allocated` of
+H100 and H200 cards, see `tests/parallel/test_memory.py`.
 """
 
 from dataclasses import dataclass
@@ -160,7 +160,9 @@ def _buffers(own: float, layout: Layout) -> float:
     """Of communication, and under autocast the half-precision copies of the weights."""
     item = 2 if layout.precision == "O2" else 4
     copies = own * 2 if layout.precision == "O1" else 0.0
-    if layout.data == 1 and layout.tensor * layout.pipeline == 1:
+    if layout.tensor * layout.pipeline > 1:
+        return copies + BUCKET * item  # DeepSpeed's, made whole whatever is in it
+    if layout.data == 1:
         return copies
     if layout.stage == 0:
         return copies + own * item  # DistributedDataParallel's buckets

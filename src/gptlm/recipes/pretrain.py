@@ -12,7 +12,7 @@ from gptlm.parallel.engine import start_deepspeed
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
-from gptlm.recipes.model import find_tokenizer, make_model
+from gptlm.recipes.model import compile_if_wanted, find_tokenizer, make_model
 from gptlm.recipes.pretrain_data import (
     Datasets,
     build_datasets,
@@ -77,6 +77,7 @@ def _run(
     model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
+    compile_if_wanted(run, model, machine.device, default=True)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(

@@ -20,7 +20,7 @@ from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
-from gptlm.recipes.model import make_model, tokenizer_folder, weights_folder
+from gptlm.recipes.model import compile_if_wanted, make_model, tokenizer_folder, weights_folder
 from gptlm.recipes.sft_data import (
     SftData,
     collator,
@@ -80,6 +80,7 @@ def _run(
     set_seed(training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    compile_if_wanted(run, model, machine.device, default=False)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlm.training.master import MasterWeightAdamW
+
 
 class LossScale:
     """A dynamic or fixed loss scale, in the form of `torch.amp.GradScaler` (which accelerate drives).
@@ -45,6 +47,10 @@ class LossScale:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale and see whether they are finite; once per step."""
         if self._overflow is not None:
+            return
+        if isinstance(optimizer, MasterWeightAdamW):
+            optimizer.scale_gradients(1.0 / self.value)
+            self._overflow = not math.isfinite(optimizer.norm().item())
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.value)

@@ -1,13 +1,22 @@
-"""AdamW for half-precision weights: it keeps and updates float32 copies of them (fp16_opt_level O2)."""
+"""AdamW for half-precision weights: it keeps and updates float32 copies of them (fp16_opt_level O2).
 
-from collections.abc import Iterable, Iterator
+Copies, moments and gradients of all weights lie end to end, so that a step is a handful of passes over memory.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+ALIGNED = 64  # elements; each weight begins at a multiple
+EAGER = 1 << 24  # elements updated together where passes are not fused: what temporary values need
 
-class MasterWeightAdamW(torch.optim.AdamW):
+
+class MasterWeightAdamW(torch.optim.Optimizer):
     """AdamW whose own parameters are float32 copies ("master weights") of the model's half-precision ones.
 
     Small updates are lost in half precision; they add up in the copies, from which the model's weights are rounded
@@ -15,51 +24,101 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     Args:
         groups: parameter groups of the model's weights, as for AdamW.
+        fused: do the update in one compiled pass, where Triton is there for the weights' device.
+
+    Attributes:
+        weights, masters: of the model, and their float32 copies (views of one tensor), in the same order.
+        updates: steps done.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any):
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        fused: bool = False,
+    ):
         groups = [dict(group) for group in groups]
         self.weights: list[Tensor] = [p for group in groups for p in group["params"]]
-        masters = iter([nn.Parameter(p.detach().float()) for p in self.weights])
+        sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in self.weights]
+        self._starts = [0, *accumulate(sizes)]
+        self._flat = {kind: self._zeros(torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}
+        self.masters: list[Tensor] = [nn.Parameter(view) for view in self._views(self._flat["master"])]
+        torch._foreach_copy_(self._views(self._flat["master"]), [weight.detach() for weight in self.weights])
+        masters, members = iter(self.masters), iter(range(len(self.weights)))
+        self._members = [[next(members) for _ in group["params"]] for group in groups]
         for group in groups:
             group["params"] = [next(masters) for _ in group["params"]]
-        super().__init__(groups, **settings)
-        self.masters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.updates = 0
         self.added = False  # gradients are being added up in float32
+        self._gradient, self._factor, self._idle = self._flat["exp_avg"], torch.ones(()), set[int]()
+        self._update: Callable[..., None] = _in_pieces
+        if fused and self.weights[0].is_cuda and _has_triton():
+            self._update = torch.compile(adamw_, dynamic=True)
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(weight of the model, its master)."""
-        return zip(self.weights, self.masters, strict=True)
+    def tensors(self, weight: Tensor) -> dict[str, Tensor]:
+        """The float32 state of one weight of the model: `master`, `exp_avg`, `exp_avg_sq`."""
+        return {kind: self._view(flat, self._index[weight]) for kind, flat in self._flat.items()}
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Move the gradients of one micro-batch into float32 sums (amp_master_grad)."""
-        for weight, master in self.pairs():
-            if weight.grad is None:
-                continue
-            if master.grad is None or not self.added:
-                master.grad = weight.grad.float()
-            else:
-                master.grad += weight.grad
+        found = [(view, w.grad) for view, w in zip(self._sums, self.weights, strict=True) if w.grad is not None]
+        if not self.added:
+            torch._foreach_zero_(self._sums)
+            self._idle = set(range(len(self.weights)))
+        self._idle -= {number for number, weight in enumerate(self.weights) if weight.grad is not None}
+        for view, gradient in found:
+            view += gradient
+        for weight in self.weights:
             weight.grad = None
         self.added = True
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Bring the gradients of the whole step to the masters, as float32."""
-        if not self.added:
-            for weight, master in self.pairs():
-                if weight.grad is None:
-                    master.grad = None
-                elif master.grad is None:
-                    master.grad = torch.empty_like(master)
-            half: Any = [w.grad for w in self.weights if w.grad is not None]
-            full: Any = [m.grad for m in self.masters if m.grad is not None]
-            torch._foreach_copy_(full, half)
+        """Bring the gradients of the whole step together. Weights without one are not updated."""
+        if self.added:
+            self._gradient = self._sum
+        else:
+            self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
+            views = self._views(self._half)
+            if self._idle:
+                torch._foreach_zero_([views[number] for number in self._idle])
+            there = [number for number in range(len(views)) if number not in self._idle]
+            gradients: Any = [self.weights[number].grad for number in there]
+            torch._foreach_copy_([views[number] for number in there], gradients)
+            self._gradient = self._half
+        self._factor = torch.ones((), device=self._gradient.device)
         self.added = False
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Of each weight, as the next step will use them, float32."""
+        return [view.float() * self._factor for view in self._views(self._gradient)]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients; `step` does it."""
+        self._factor = self._factor * factor
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The global norm of the gradients, float32, without waiting for the device."""
+        return torch.linalg.vector_norm(self._gradient, dtype=torch.float32) * self._factor
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
+        self.updates += 1
+        for group, run in self._runs():
+            beta1, beta2 = group["betas"]
+            correction = 1 - beta1**self.updates, math.sqrt(1 - beta2**self.updates)
+            numbers = (beta1, beta2, group["eps"])
+            changing = (1 - group["lr"] * group["weight_decay"], group["lr"] / correction[0], correction[1])
+            flat = [tensor[run] for tensor in (*self._flat.values(), self._gradient)]
+            self._update(*flat, self._factor, *(torch.tensor(value) for value in changing), *numbers)
         self.round_weights()
 
     @torch.no_grad()
@@ -67,8 +126,81 @@ class MasterWeightAdamW(torch.optim.AdamW):
         """The model's weights become the masters, rounded."""
         torch._foreach_copy_(self.weights, self.masters)
 
+    def _runs(self) -> Iterator[tuple[dict[str, Any], slice]]:
+        """The places of weights that have gradients, as long as they go on in one group."""
+        for group, members in zip(self.param_groups, self._members, strict=True):
+            for idle, found in groupby(members, self._idle.__contains__):
+                run = list(found)
+                if not idle:
+                    yield group, slice(self._starts[run[0]], self._starts[run[-1] + 1])
 
-def clip(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    @cached_property
+    def _index(self) -> dict[Tensor, int]:
+        return {weight: number for number, weight in enumerate(self.weights)}
+
+    @cached_property
+    def _half(self) -> Tensor:
+        return self._zeros(self.weights[0].dtype)
+
+    @cached_property
+    def _sum(self) -> Tensor:
+        return self._zeros(torch.float32)
+
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        return self._views(self._sum)
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self._starts[-1], dtype=dtype, device=self.weights[0].device)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [self._view(flat, number) for number in range(len(self.weights))]
+
+    def _view(self, flat: Tensor, number: int) -> Tensor:
+        weight, start = self.weights[number], self._starts[number]
+        return flat[start : start + weight.numel()].view(weight.shape)
+
+
+def adamw_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    factor: Tensor,
+    keep: Tensor,
+    size: Tensor,
+    root: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One AdamW update in place (Loshchilov and Hutter 2019, algorithm 2) of flat float32 tensors.
+
+    Args:
+        gradient: multiplied by `factor` here; any precision.
+        keep: 1 - lr x weight_decay; `size`: lr / (1 - beta1^t); `root`: sqrt(1 - beta2^t).
+    """
+    gradient = gradient.float() * factor
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).add_(gradient * gradient * (1 - beta2))
+    master.mul_(keep).sub_(exp_avg / (exp_avg_sq.sqrt() / root + eps) * size)
+
+
+def _in_pieces(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, *rest: Any) -> None:
+    """`adamw_`, of a part at a time."""
+    flat = (master, exp_avg, exp_avg_sq, gradient)
+    for pieces in zip(*(tensor.split(EAGER) for tensor in flat), strict=True):
+        adamw_(*pieces, *rest)
+
+
+def clip(optimizer: MasterWeightAdamW, max_norm: float) -> Tensor:
     """Scale the optimizer's gradients down to the global norm `max_norm`; returns the norm before."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = optimizer.norm()
+    optimizer.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+    return norm
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())

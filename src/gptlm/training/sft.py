@@ -66,7 +66,6 @@ class SftTrainer(PretrainTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("shift_labels")
-        inputs.pop("labels")
         if "cu_seqlens" in inputs:
             inputs["documents"] = Documents(inputs.pop("cu_seqlens"), inputs.pop("max_seqlen"))
         network: Any = self.network.get_base_model() if isinstance(self.network, PeftModel) else self.network

@@ -125,33 +125,32 @@ def _is_zero(optimizer: Any) -> bool:
 
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    masters = _masters(optimizer)
     for name, parameter in trained(model):
-        owner = masters.get(parameter, parameter)
-        if owner is not parameter:
-            yield f"{name}|master", owner
-        for kind in MOMENTS:
-            if owner in optimizer.state:
-                yield f"{name}|{kind}", optimizer.state[owner][kind]
+        if isinstance(optimizer, MasterWeightAdamW):
+            state = optimizer.tensors(parameter)
+            kinds: tuple[str, ...] = ("master", *MOMENTS) if optimizer.updates else ("master",)
+        else:
+            state = optimizer.state.get(parameter, {})
+            kinds = MOMENTS if state else ()
+        for kind in kinds:
+            yield f"{name}|{kind}", state[kind]
 
 
 @torch.no_grad()
 def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    masters = _masters(optimizer)
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, parameter in trained(model):
-        owner = masters.get(parameter, parameter)
         weight = stored.weight(name)
-        owner.copy_(weight)
         parameter.copy_(weight)
-        if steps and stored.has_moments(name):
-            state = {kind: stored.moment(name, kind).to(owner.device) for kind in MOMENTS}
-            step = torch.tensor(float(steps), device=owner.device if fused else "cpu")
-            optimizer.state[owner] = {"step": step, **state}
-
-
-def _masters(optimizer: Any) -> dict[Tensor, Tensor]:
-    return dict(optimizer.pairs()) if isinstance(optimizer, MasterWeightAdamW) else {}
+        moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
+        if isinstance(optimizer, MasterWeightAdamW):
+            optimizer.updates = steps
+            own = optimizer.tensors(parameter)
+            for kind, value in {"master": weight, **moments}.items():
+                own[kind].copy_(value)
+        elif moments:
+            step = torch.tensor(float(steps), device=parameter.device if fused else "cpu")
+            optimizer.state[parameter] = {"step": step} | {k: m.to(parameter.device) for k, m in moments.items()}
 
 
 # ZeRO ---------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Overridden, and why:
     _prepare_for_training             DeepSpeed in groups of replicas and with our loss scale
     training_step                     float32 sums of gradients
     _clip_grad_norm, _get_grad_norm   on the master weights
+    _prepare_inputs, _prepare_input   nothing waits for copies to the device, and targets go there once
+    _get_num_items_in_batch           the same
 """
 
 import json
@@ -12,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer
 
 from gptlm.errors import GptlmError
@@ -95,6 +98,24 @@ class SteppingTrainer(Trainer):
         if self.is_deepspeed_enabled and self.loss_scale is not None:
             ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
         return prepared
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(
+            {k: v for k, v in inputs.items() if k != "labels" or "shift_labels" not in inputs}
+        )
+
+    def _prepare_input(self, data):
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """Targets of the step on all processes, a tensor on the device."""
+        count = sum(int((batch["shift_labels"] != -100).sum()) for batch in batch_samples)
+        total = torch.full((), count, dtype=torch.int64, device=device)
+        if self.args.world_size > 1:
+            dist.all_reduce(total)
+        return total
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -1,0 +1,159 @@
+"""What gptlm is compared with: a plain PyTorch loop in the style everyone knows, and the stock HuggingFace Trainer.
+
+    python benchmarks/loops.py loop|trainer --data PREFIX --layers 24 --width 1024 --heads 16 --micro 16 --steps 40
+
+Prints one JSON object: seconds of each step, seconds to the first one after imports, largest memory. The loop's batch
+comes from the same token file as ours; the Trainer's from memory, which costs it nothing.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """One pre-norm layer: fused qkv, scaled_dot_product_attention, GELU."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.norm_1(x)).split(width, dim=2)
+        q, k, v = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.dropout)
+
+
+class Network(nn.Module):
+    """Token and position embeddings, layers, a tied head; returns the loss."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.dropout = dropout
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * layers) if name.endswith(("out", "down")) else 1))
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = F.dropout(x, self.dropout)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+    """float32 weights under autocast, everything compiled, fused AdamW."""
+    network = Network(
+        arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, 1024, arguments.dropout
+    ).to(device)
+    decayed = [p for p in network.parameters() if p.dim() >= 2]
+    others = [p for p in network.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=device == "cuda")
+    compiled: Any = torch.compile(network)
+    tokens = np.memmap(f"{arguments.data}.bin", dtype=np.uint16, mode="r")
+    rng = np.random.default_rng(0)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        starts = rng.integers(len(tokens) - 1025, size=arguments.micro)
+        rows = torch.from_numpy(np.stack([tokens[s : s + 1025] for s in starts]).astype(np.int64))
+        if device == "cuda":
+            rows = rows.pin_memory().to(device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+    marks = [time.perf_counter()]
+    found = batch()
+    for step in range(arguments.steps):
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(*found)
+        found = batch()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == 0 or (step + 1) % 10 == 0:
+            loss.item()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+    return timed(marks)
+
+
+def timed(marks: list[float]) -> dict[str, Any]:
+    """Seconds of a step, means of ten each, from the times at the start and after steps 1, 10, 20, ..."""
+    return {"seconds": [(b - a) / 10 for a, b in zip(marks[2:], marks[3:], strict=False)], "first": marks[1] - marks[0]}
+
+
+def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+    """GPT2LMHeadModel in transformers' Trainer, in bf16 autocast as its users run it; DeepSpeed with a file."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):
+        marks = [0.0]
+
+        def on_step_end(self, settings: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 or state.global_step % 10 == 0:
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                self.marks.append(time.perf_counter())
+
+    tokens = np.memmap(f"{arguments.data}.bin", dtype=np.uint16, mode="r")
+    count = arguments.steps * arguments.micro * 8
+    rows = torch.from_numpy(np.array(tokens[: 1024 * min(count, len(tokens) // 1024)]).astype(np.int64)).view(-1, 1024)
+    config = GPT2Config(
+        vocab_size=arguments.vocabulary, n_embd=arguments.width, n_layer=arguments.layers, n_head=arguments.heads,
+        attn_pdrop=arguments.dropout, embd_pdrop=arguments.dropout, resid_pdrop=arguments.dropout,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder, per_device_train_batch_size=arguments.micro, max_steps=arguments.steps, bf16=True,
+            max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=device == "cpu", deepspeed=arguments.deepspeed, weight_decay=0.1, learning_rate=1e-4,
+        )  # fmt: skip
+        clock = Clock()
+        clock.marks[0] = time.perf_counter()
+        samples = [{"input_ids": row, "labels": row} for row in rows]
+        Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples, callbacks=[clock]).train()  # type: ignore[arg-type]
+    return timed(clock.marks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("loop", "trainer"))
+    parser.add_argument("--data", required=True)
+    for name, default in (("layers", 24), ("width", 1024), ("heads", 16), ("vocabulary", 50304), ("micro", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--deepspeed")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = (loop if arguments.what == "loop" else trainer)(arguments, device)
+    found["memory"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Tokens per second of gptlm, of a plain compiled PyTorch loop, and of the stock HuggingFace Trainer, side by side.
+
+    python benchmarks/train.py [--model gpt2-medium-en] [--micro 16] [--steps 60] [--rounds 1] [--only NAME ...]
+
+All read the same token file; ours is `scripts/run_pretrain.py` as users run it, logging every 10 steps. Rounds are
+interleaved. A speed is the median of means of ten steps each, after the tenth, by the wall clock; MFU counts
+6 N + 12 L H S operations per token (Kaplan et al. 2020; Chowdhery et al. 2022) of --peak. --json FILE writes the
+numbers.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from strategies import write_data
+
+ROOT = Path(__file__).parents[1]
+SIZES = {
+    "gpt2-en": (12, 768, 12),
+    "gpt2-medium-en": (24, 1024, 16),
+    "gpt3-1.3B-en": (24, 2048, 16),
+    "demo": (4, 128, 4),
+}
+OURS = {  # names -> flags
+    "ours": "--bf16 --fp16_opt_level O2",
+    "ours eager": "--bf16 --fp16_opt_level O2 --torch_compile 0",
+    "ours O1": "--bf16",
+    "ours fp16": "--fp16 --fp16_opt_level O2",
+    "ours recompute": "--bf16 --fp16_opt_level O2 --recompute 1",
+    "ours stage1": "--bf16 --fp16_opt_level O2 --sharding stage1",
+    "ours stage2": "--bf16 --fp16_opt_level O2 --sharding stage2",
+    "ours stage3": "--bf16 --fp16_opt_level O2 --sharding stage3",
+    "ours fp32": "",
+}
+OTHERS = ("loop", "trainer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2-medium-en", choices=SIZES)
+    parser.add_argument("--micro", type=int, default=16, help="samples of 1024 tokens")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="of ours, one per card")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--peak", type=float, default=989.0, help="10^12 operations per second of a card")
+    parser.add_argument("--more", default="", help="flags added to ours")
+    parser.add_argument("--only", nargs="*", default=["ours", *OTHERS])
+    parser.add_argument("--json", dest="file")
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
+        write_data(Path(name) / "data" / "c")
+        for _ in range(arguments.rounds):
+            for case in arguments.only:
+                result = ours(Path(name), case, arguments) if case in OURS else other(Path(name), case, arguments)
+                if result:
+                    found[case].append(result)
+                    print_row(case, result, arguments)
+    if arguments.file:
+        Path(arguments.file).write_text(json.dumps(found))
+
+
+def print_row(case: str, result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    layers, width, _ = SIZES[arguments.model]
+    parameters = 50304 * width + 1024 * width + layers * 12 * width * width
+    flops = 6 * parameters + 12 * layers * width * 1024
+    tokens = arguments.micro * 1024 / statistics.median(result["seconds"])
+    result["tokens_per_second"] = tokens
+    mfu = tokens * flops / 1e12 / arguments.peak
+    print(
+        f"{case:<16}{tokens:>12,.0f} tokens/s/card {tokens / 1024:>8.2f} samples/s  MFU {mfu:.1%}"
+        f"  {result['memory']:6.2f} GiB  first step after {result['first']:.1f} s",
+        flush=True,
+    )
+
+
+def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    layers, width, heads = SIZES[arguments.model]
+    words = [case, "--data", folder / "data" / "c", "--layers", layers, "--width", width, "--heads", heads]
+    words += ["--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "loops.py"), *map(str, words)], capture_output=True, text=True
+    )
+    if done.returncode:
+        print(case, "failed", done.stderr[-2000:], file=sys.stderr)
+        return {}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    layers, width, heads = SIZES[arguments.model]
+    words = (
+        f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size 50304 "
+        f"--max_position_embeddings 1024 --input_dir {folder}/data --output_dir {folder}/out --overwrite_output_dir "
+        f"--split 1,0,0 --max_seq_length 1024 --per_device_train_batch_size {arguments.micro} "
+        f"--max_steps {arguments.steps} --logging_steps 10 --save_strategy no --do_train --disable_tqdm 1 "
+        "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.1 "
+        f"--hidden_dropout_prob {arguments.dropout} --attention_probs_dropout_prob {arguments.dropout} "
+        f"{OURS[case]} {arguments.more}"
+    ).split()
+    command = [sys.executable]
+    if arguments.processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
+    marks = folder / "marks.json"
+    environment = {**os.environ, "GPTLM_STEP_TIMES": str(marks)}
+    script = str(ROOT / "benchmarks" / "timed.py")
+    done = subprocess.run([*command, script, *words], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(case, "failed", done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
+        return {}
+    return json.loads(marks.read_text())
+
+
+if __name__ == "__main__":
+    main()

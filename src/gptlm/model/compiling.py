@@ -1,0 +1,31 @@
+"""The network compiled by torch: block by block, so that the start is short and all blocks share one piece of code."""
+
+import shutil
+from functools import partial
+from typing import Any
+
+import torch
+
+from gptlm.model.loss import chunk_loss, summed_loss
+
+COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks cost less and fill the GPU better
+
+
+def compile_network(model: Any) -> None:
+    """Let the blocks of `model` and the loss of its chunks be compiled when they are first used; names stay.
+
+    Args:
+        model: a GPTLMHeadModel whose layers are whole.
+    """
+    for block in model.transformer.h:
+        block.compile()
+    model.output_loss = partial(summed_loss, chunk=torch.compile(chunk_loss), chunk_tokens=COMPILED_CHUNK)
+
+
+def why_not(device: str) -> str | None:
+    """What this machine lacks for compiling, or None."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is not installed, or does not know this GPU"
+    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler"
