@@ -62,7 +62,7 @@ class Network(nn.Module):
 
 
 def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """float32 weights under autocast, everything compiled, fused AdamW."""
+    """float32 weights, on a GPU under autocast, everything compiled, fused AdamW."""
     network = Network(
         arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, 1024, arguments.dropout
     ).to(device)
@@ -84,7 +84,7 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     marks = [time.perf_counter()]
     found = batch()
     for step in range(arguments.steps):
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = compiled(*found)
         found = batch()
         loss.backward()
@@ -105,7 +105,7 @@ def timed(marks: list[float]) -> dict[str, Any]:
 
 
 def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """GPT2LMHeadModel in transformers' Trainer, in bf16 autocast as its users run it; DeepSpeed with a file."""
+    """GPT2LMHeadModel in transformers' Trainer, on a GPU in bf16 autocast; DeepSpeed with a file."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     class Clock(TrainerCallback):
@@ -126,7 +126,7 @@ def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
-            folder, per_device_train_batch_size=arguments.micro, max_steps=arguments.steps, bf16=True,
+            folder, per_device_train_batch_size=arguments.micro, max_steps=arguments.steps, bf16=device == "cuda",
             max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
             use_cpu=device == "cpu", deepspeed=arguments.deepspeed, weight_decay=0.1, learning_rate=1e-4,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import logging
 
+import pytest
+
 from gptlm.training.logging import Throughput, log_line, start_logging, table, train_fields
 
 
@@ -52,3 +54,13 @@ def test_tables_are_padded():
     assert table("train", {"b": 1.5, "long_key": 12}) == [
         "***** train metrics *****", "  b        = 1.5000", "  long_key =     12"
     ]  # fmt: skip
+
+
+def test_utilisation_is_the_share_of_the_peak():
+    """1000 tokens a second and device of 2e9 operations each are 2e12, 20 % of a peak of 1e13."""
+    throughput = Throughput(samples_per_step=8, tokens_per_sample=100, world=2, utilisation=2e9 / 1e13)
+    throughput._time -= 4.0  # ten steps of 800 tokens in 4 s on 2 devices
+    found = throughput.interval(10)
+    assert found["interval_tokens_per_second_per_device"] == pytest.approx(1000, rel=1e-2)
+    assert found["mfu"] == pytest.approx(0.2, rel=1e-2)
+    assert "mfu" not in Throughput(samples_per_step=8, tokens_per_sample=100, world=2).interval(1)

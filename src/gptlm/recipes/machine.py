@@ -14,6 +14,11 @@ from gptlm.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+PEAKS = {  # part of a card's name -> see peak_flops; a name that begins another comes after it
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -60,6 +65,14 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
 def precision_of(fp16: bool, bf16: bool, level: str) -> str:
     """The arithmetic that flags ask for; level O0 switches half precision off."""
     return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+
+def peak_flops(machine: Machine) -> float | None:
+    """Dense operations per second of one card in half precision, by the vendor's data sheet; None: not known."""
+    if machine.device != "cuda" or machine.precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for card, peak in PEAKS.items() if card in name), None)
 
 
 def use_device(machine: Machine) -> None:

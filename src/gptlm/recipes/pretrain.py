@@ -11,7 +11,7 @@ from gptlm.data.splits import Corpus, open_corpora
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import hf_arguments
-from gptlm.recipes.machine import Machine, process_group_closed
+from gptlm.recipes.machine import Machine, peak_flops, process_group_closed
 from gptlm.recipes.model import compile_if_wanted, find_tokenizer, make_model
 from gptlm.recipes.pretrain_data import (
     Datasets,
@@ -89,6 +89,7 @@ def _run(
         schedule=schedule(run),
         seq_length=run.data.max_seq_length,
         flops_per_sample=_flops(run),
+        utilisation=_utilisation(run, machine),
         **layout_arguments(run, mesh, machine),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
@@ -125,6 +126,12 @@ def _flops(run: PretrainRun) -> float:
         length=run.data.max_seq_length,
         recompute=run.training.recompute,
     )
+
+
+def _utilisation(run: PretrainRun, machine: Machine) -> float | None:
+    """Share of a card's peak that one token per second is: 6 N + 12 L H S operations (arXiv 2204.02311, appendix B)."""
+    peak, sizes = peak_flops(machine), sizes_of(run)
+    return (6 * sizes.parameters + 12 * sizes.layers * sizes.width * sizes.length) / peak if peak else None
 
 
 def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:

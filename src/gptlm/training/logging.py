@@ -67,12 +67,14 @@ class Throughput:
         samples_per_step: global batch in samples.
         tokens_per_sample: sequence length.
         world: processes of the job.
+        utilisation: share of a device's peak that one token per second is; None: not known.
     """
 
-    def __init__(self, *, samples_per_step: int, tokens_per_sample: int, world: int):
+    def __init__(self, *, samples_per_step: int, tokens_per_sample: int, world: int, utilisation: float | None = None):
         self.samples_per_step = samples_per_step
         self.tokens_per_sample = tokens_per_sample
         self.world = world
+        self.utilisation = utilisation
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -88,17 +90,23 @@ class Throughput:
         self._time = min(self._time + seconds, time.perf_counter())
 
     def interval(self, step: int) -> dict[str, float]:
-        """PaddleNLP's `interval_*` fields since the last call or `restart`; `reading`, `seconds`: of the mean step."""
+        """PaddleNLP's `interval_*` fields since the last call or `restart`, and `mfu` where the peak is known.
+
+        Sets `reading` and `seconds`: of the mean step.
+        """
         now = time.perf_counter()
         seconds, steps = max(now - self._time, 1e-9), step - self._step
         self.seconds, self.reading = seconds / max(steps, 1), self._reading / max(steps, 1)
         self._step, self._time, self._reading = step, now, 0.0
         samples = self.samples_per_step * steps / seconds
+        tokens = samples * self.tokens_per_sample / self.world
+        known = {} if self.utilisation is None else {"mfu": round(tokens * self.utilisation, 4)}
         return {
             "interval_runtime": round(seconds, 4),
             "interval_samples_per_second": round(samples, 4),
-            "interval_tokens_per_second_per_device": round(samples * self.tokens_per_sample / self.world, 4),
+            "interval_tokens_per_second_per_device": round(tokens, 4),
             "interval_steps_per_second": round(steps / seconds, 4),
+            **known,
         }
 
 

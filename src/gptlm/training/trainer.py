@@ -48,6 +48,7 @@ class PretrainTrainer(SavingTrainer):
         process_memory: add the process's memory to the log line.
         log_format: whose lines are printed, see log_formats.py.
         flops_per_sample: floating-point operations of one sample, for a log line.
+        utilisation: share of a device's peak that one token per second is; None: not known.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class PretrainTrainer(SavingTrainer):
         process_memory: bool = False,
         log_format: str = "paddlenlp",
         flops_per_sample: float = 0.0,
+        utilisation: float | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -74,7 +76,10 @@ class PretrainTrainer(SavingTrainer):
         self.evaluated_batches = 0
         self._warned_of_zero = False
         self.throughput = Throughput(
-            samples_per_step=self.samples_per_step, tokens_per_sample=seq_length, world=self.args.world_size
+            samples_per_step=self.samples_per_step,
+            tokens_per_sample=seq_length,
+            world=self.args.world_size,
+            utilisation=utilisation,
         )
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
