@@ -3,6 +3,8 @@
 All runs of two and of four processes happen in one launched session each; the tests look at what they left.
 """
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -132,6 +134,19 @@ def test_more_layouts_of_four(words, wanted, tmp_path):
     results = run_session(4, [case(words, tmp_path, name, more) for name, more in MORE.items()], tmp_path)
     for name in MORE:
         check((tmp_path, results), wanted, name)
+
+
+@pytest.mark.slow
+def test_compiled_layouts_train_like_one(words, wanted, tmp_path):
+    """The exchanges are compiled with their blocks; and with dropout, what is computed again draws the same."""
+    compiled = {name: f"{TWO[name]} --torch_compile" for name in ("tp2", "tp2 sp")}
+    cases = [case(words, tmp_path, name, more) for name, more in compiled.items()]
+    dropout = f"{compiled['tp2 sp']} --hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
+    cases.append(case(words, tmp_path, "dropout", dropout))
+    results = run_session(2, cases, tmp_path)
+    for name in compiled:
+        check((tmp_path, results), wanted, name)
+    assert all(math.isfinite(loss) for loss in losses(results["dropout"]))
 
 
 @pytest.mark.distributed

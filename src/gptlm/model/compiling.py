@@ -12,14 +12,14 @@ COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks 
 
 
 def compile_network(model: Any) -> None:
-    """Let the blocks of `model` and the loss of its chunks be compiled when they are first used; names stay.
+    """Let the blocks of `model`, a GPTLMHeadModel, and its loss be compiled when they are first used; names stay.
 
-    Args:
-        model: a GPTLMHeadModel whose layers are whole.
+    Exchanges between tensor-parallel processes are compiled with their blocks; a split output layer's loss is not.
     """
     for block in model.transformer.h:
         block.compile()
-    model.output_loss = partial(summed_loss, chunk=torch.compile(chunk_loss), chunk_tokens=COMPILED_CHUNK)
+    if model.output_loss is summed_loss:
+        model.output_loss = partial(summed_loss, chunk=torch.compile(chunk_loss), chunk_tokens=COMPILED_CHUNK)
 
 
 def why_not(device: str) -> str | None:

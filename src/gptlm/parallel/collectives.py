@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional  # what torch.compile traces
 import torch.nn.functional as F
 from torch import Tensor
 
 SEQUENCE = 1
+
+# torch 2.13 has new names for the two
+_all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+_reduce_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
 class _Copy(torch.autograd.Function):
@@ -124,14 +129,11 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 def _joined(x: Tensor, group: Any) -> Tensor:
     """(B, T / n, D) -> (B, T, D)."""
-    parts = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather(list(parts.unbind()), x.contiguous(), group=group)
-    return parts.transpose(0, 1).flatten(1, 2)
+    parts = _all_gather(x.contiguous(), 0, group)
+    return parts.unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1, 2)
 
 
 def _sum_and_part(x: Tensor, group: Any) -> Tensor:
     """(B, T, D) -> (B, T / n, D)."""
-    parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, list(parts.unbind()), group=group)
-    return own
+    parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    return _reduce_scatter(parts.contiguous(), "sum", 0, group)

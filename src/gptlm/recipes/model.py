@@ -119,13 +119,14 @@ def make_model(
 
 
 def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool) -> None:
-    """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default`."""
+    """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default` and layers are whole."""
     wanted = run.training.torch_compile
-    if wanted is False or (wanted is None and not (default and device == "cuda")):
+    helps = default and device == "cuda" and not run.dims.shares_replicas
+    if not (helps if wanted is None else wanted):
         return
     obstacle = why_not(device)
-    if run.dims.shares_replicas:
-        obstacle = "layers are split over processes"
+    if run.dims.pipeline > 1:
+        obstacle = "the stages of a pipeline are not"
     elif "stage3" in run.parallel.sharding:
         obstacle = "ZeRO stage 3 brings each weight when it is needed"
     if obstacle is None:
