@@ -1,0 +1,110 @@
+"""Files that try to run code are refused by name, and nothing of them runs."""
+
+import argparse
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from gptlm.checkpoints.pickles import read_pickle, read_torch
+from gptlm.errors import GptlmError
+
+
+class Poison:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.what = (function, arguments)
+
+    def __reduce__(self):
+        return self.what
+
+
+POISONS = [
+    (os.system, "posix.system"),
+    (eval, "builtins.eval"),
+    (exec, "builtins.exec"),
+    (getattr, "builtins.getattr"),
+    (torch.load, "torch.serialization.load"),
+    (torch.storage._load_from_bytes, "torch.storage._load_from_bytes"),
+    (np.load, "numpy.load"),
+    (__import__, "builtins.__import__"),
+]
+
+
+@pytest.mark.parametrize(("function", "name"), POISONS)
+@pytest.mark.parametrize("form", ["pdparams", "zip", "legacy"])
+def test_code_is_refused_by_name(tmp_path, monkeypatch, function, name, form):
+    monkeypatch.chdir(tmp_path)
+    content = {"model": {"w": torch.ones(2).numpy()}, "args": Poison(function, "touch pwned")}
+    path = tmp_path / "x"
+    if form == "pdparams":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(GptlmError, match=f"{path} is refused: it asks for {name}"):
+        (read_pickle if form == "pdparams" else read_torch)(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_arrays_of_every_protocol(tmp_path, protocol):
+    content = {
+        "rows": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "columns": np.arange(6, dtype=np.float64).reshape(2, 3).T,
+        "bits": np.array([0x3F80, 0xC000], dtype=np.uint16),
+        "scalar": np.float32(2.5),
+        "named": ("linear_0.w_0", np.ones(2, dtype=np.float16)),
+    }
+    (tmp_path / "x").write_bytes(pickle.dumps(content, protocol=protocol))
+    found = read_pickle(tmp_path / "x")
+    assert found["rows"].dtype == np.float32 and found["rows"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert found["bits"].tolist() == [0x3F80, 0xC000] and found["scalar"] == 2.5
+    assert found["named"][0] == "linear_0.w_0" and found["named"][1].tolist() == [1, 1]
+
+
+def test_scalars_of_objects_are_refused(tmp_path):
+    scalar = np._core.multiarray.scalar
+    (tmp_path / "x").write_bytes(pickle.dumps(Poison(scalar, np.dtype("O"), pickle.dumps(1))))
+    with pytest.raises(GptlmError, match="a scalar of objects"):
+        read_pickle(tmp_path / "x")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_tensors_arguments_and_random_states(tmp_path, new):
+    content = {
+        "args": argparse.Namespace(layers=3, params_dtype=torch.bfloat16),
+        "rng": [random.getstate(), np.random.get_state(), torch.get_rng_state()],
+        "weights": {"half": torch.tensor([1.5], dtype=torch.bfloat16), "turned": torch.arange(6).reshape(2, 3).t()},
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    torch.save(content, tmp_path / "x", _use_new_zipfile_serialization=new)
+    found = read_torch(tmp_path / "x")
+    assert vars(found["args"]) == {"layers": 3, "params_dtype": torch.bfloat16}
+    assert type(found["args"]) is not argparse.Namespace
+    assert found["weights"]["half"].item() == 1.5 and found["weights"]["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert torch.equal(found["parameter"], torch.ones(2)) and torch.equal(found["rng"][2], content["rng"][2])
+
+
+@pytest.mark.parametrize("form", ["pdparams", "zip", "legacy"])
+@pytest.mark.parametrize("kept", [0, 1, 100, -1])
+def test_truncated_files_are_named(tmp_path, form, kept):
+    path = tmp_path / "x"
+    content = {"w": np.ones(500)}
+    if form == "pdparams":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        tensors = {"w": torch.ones(500)}
+        torch.save(tensors, path, _use_new_zipfile_serialization=form == "zip")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(GptlmError, match=f"{path} is damaged or cut off"):
+        (read_pickle if form == "pdparams" else read_torch)(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(GptlmError, match="cannot read .*nowhere: No such file"):
+        read_pickle(tmp_path / "nowhere")
