@@ -1,0 +1,60 @@
+"""The one way to a checkpoint: recognised, said, opened."""
+
+import logging
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gptlm.checkpoints.deepspeed import DeepSpeedLayers
+from gptlm.checkpoints.huggingface import HuggingFaceSource
+from gptlm.checkpoints.kinds import Found, is_zip_of_files, recognise
+from gptlm.checkpoints.megatron import MegatronSource
+from gptlm.checkpoints.paddle import PaddleSource, UnifiedSource
+from gptlm.checkpoints.source import Asked, Source
+from gptlm.errors import GptlmError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def opened(path: Path, asked: Asked, scratch: Path | None = None) -> Iterator[Source]:
+    """The checkpoint in `path`; its kind and what was concluded are in the log.
+
+    Args:
+        scratch: an existing folder to unpack a zip in; None: the system's.
+
+    Raises:
+        GptlmError: if it is none, is damaged, or of another network than GPT-2.
+    """
+    with TemporaryDirectory(dir=scratch) as folder:
+        if is_zip_of_files(path):
+            _unpack(path, Path(folder))
+            logger.info("%s is a zip of Megatron's folders; unpacked", path)
+            path = Path(folder)
+        found = recognise(path)
+        logger.info("%s is a checkpoint of %s", path, found)
+        source = _source(found, asked)
+        for note in source.notes:
+            logger.info("%s", note)
+        yield source
+
+
+def _source(found: Found, asked: Asked) -> Source:
+    if found.kind == "hf":
+        return HuggingFaceSource(found, asked)
+    if found.kind == "megatron-deepspeed" and found.facts is not None:
+        return DeepSpeedLayers(found, asked)
+    if found.kind in ("megatron", "megatron-deepspeed"):
+        return MegatronSource(found, asked)
+    unified = found.files[0][0].suffix == ".safetensors"
+    return UnifiedSource(found, asked) if unified else PaddleSource(found, asked)
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(folder)  # which keeps inside the folder whatever the names are
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise GptlmError(f"{path} cannot be unpacked: {error}; copy or download it again") from error

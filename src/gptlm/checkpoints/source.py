@@ -1,0 +1,168 @@
+"""A checkpoint of any kind as stock GPT-2's weights, asked for by name and read one at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlm.checkpoints.kinds import Found
+from gptlm.checkpoints.naming import WTE, all_names, shape_of
+from gptlm.errors import GptlmError
+from gptlm.model.presets import Shape
+
+GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # HuggingFace's names; the first three are one formula
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user says of a checkpoint: what it does not say itself, and where its vocabulary is cut.
+
+    Attributes:
+        vocab_size: true entries; the rows after them are padding.
+        num_attention_heads, activation: count where the checkpoint does not have them.
+    """
+
+    vocab_size: int | None = None
+    num_attention_heads: int | None = None
+    activation: str | None = None
+
+
+class Source(ABC):
+    """An opened checkpoint.
+
+    Attributes:
+        shape: its sizes, with the true vocabulary.
+        activation: HuggingFace's name of it.
+        epsilon: of the layer norms.
+        dropouts: of hidden states and of attention.
+        notes: what was concluded, for the log.
+        arguments: everything it says of itself.
+    """
+
+    shape: Shape
+    activation: str
+    epsilon: float = 1e-5
+    dropouts: tuple[float, float] = (0.1, 0.1)
+
+    def __init__(self, found: Found):
+        self.found = found
+        self.notes: list[str] = []
+        self.arguments: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The weight `name` in stock GPT-2's layout, the embedding with all stored rows."""
+
+    def get(self, name: str) -> Tensor:
+        """The weight `name`, contiguous, the embedding without rows of padding.
+
+        Raises:
+            GptlmError: if it is missing or of another shape.
+        """
+        tensor, wanted = self.read(name), shape_of(name, self.shape)
+        if name == WTE and len(tensor) > wanted[0]:
+            tensor = tensor[: wanted[0]]
+        if tuple(tensor.shape) != wanted:
+            raise GptlmError(
+                f"{self.found.folder}: {name} is {tuple(tensor.shape)}, expected {wanted} by the checkpoint's sizes"
+            )
+        return tensor.contiguous()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, in order."""
+        for name in all_names(self.shape.num_hidden_layers):
+            yield name, self.get(name)
+
+    def cut_vocabulary(self, rows: int, true: int | None, asked: Asked, why: str) -> None:
+        """Settle `shape.vocab_size`: `rows` are stored, `true` is what the checkpoint knows.
+
+        Raises:
+            GptlmError: if more is asked for than is stored.
+        """
+        size = asked.vocab_size or true or rows
+        if asked.vocab_size and size > rows:
+            raise GptlmError(f"--vocab_size {size}: the embedding in {self.found.folder} has {rows} rows; give less")
+        size = min(size, rows)
+        self.shape = replace(self.shape, vocab_size=size)
+        if size < rows:
+            reason = "--vocab_size" if asked.vocab_size else why
+            self.notes.append(f"the embedding is cut from {rows} rows to {size} ({reason}); the others are padding")
+        elif true is None:
+            self.notes.append(f"all {rows} rows of the embedding are kept (--vocab_size N cuts padding)")
+
+
+class Sharded(Source):
+    """A checkpoint in groups of files (pipeline stages or layers), each cut over tensor ranks; one group is held."""
+
+    def __init__(self, found: Found):
+        super().__init__(found)
+        self._held: tuple[int, list[dict[str, Tensor]]] | None = None
+
+    @abstractmethod
+    def group_of(self, name: str) -> int:
+        """The group that holds `name`."""
+
+    @abstractmethod
+    def load_group(self, group: int) -> list[dict[str, Tensor]]:
+        """The stored pieces of each tensor rank by GPT-2's names."""
+
+    @abstractmethod
+    def join(self, name: str, pieces: list[Tensor]) -> Tensor:
+        """The weight in stock GPT-2's layout."""
+
+    def pieces(self, name: str) -> list[Tensor]:
+        """The stored pieces of `name`, by tensor rank.
+
+        Raises:
+            GptlmError: if one is missing.
+        """
+        group = self.group_of(name)
+        ranks = self.hold(group)
+        for rank, stored in enumerate(ranks):
+            if name not in stored:
+                raise GptlmError(f"{self.found.files[group][rank]} lacks {self.foreign_name(name)} ({name})")
+        return [stored[name] for stored in ranks]
+
+    def hold(self, group: int) -> list[dict[str, Tensor]]:
+        """The pieces of `group`, which stay until another group is asked for."""
+        if self._held is None or self._held[0] != group:
+            self._held = None  # before the next one is read
+            self._held = (group, self.load_group(group))
+        return self._held[1]
+
+    def read(self, name: str) -> Tensor:
+        return self.join(name, self.pieces(name))
+
+    def foreign_name(self, name: str) -> str:
+        """How the checkpoint's own library calls `name`, for messages."""
+        return name
+
+
+def first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The first of `names` that `values` has."""
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def check_variants(values: Mapping[str, Any], variants: dict[str, tuple[tuple[object, ...], str]], where: Path) -> None:
+    """Raises GptlmError, which names it, if `values` describe another network than GPT-2's."""
+    for name, (plain, meaning) in variants.items():
+        value = values.get(name)
+        if isinstance(value, list):
+            value = value[0] if len(value) == 1 else value
+        if value not in plain:
+            raise GptlmError(f"{where} is of another network than GPT-2: {name} = {value!r} means {meaning}")
+
+
+def join_equal(pieces: list[Tensor], name: str, where: Path) -> Tensor:
+    """What every rank holds whole.
+
+    Raises:
+        GptlmError: if they differ.
+    """
+    if any(not torch.equal(pieces[0], piece) for piece in pieces[1:]):
+        raise GptlmError(f"{where}: the tensor ranks hold different {name}, which should be one; copy it again")
+    return pieces[0]
