@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from gptlm.config.converting import parse_convert
 from gptlm.config.data_tools import parse_order, parse_prefix
 from gptlm.config.evaluation import EVALUATE, resolve_evaluate
 from gptlm.config.generation import parse_predict
@@ -36,6 +37,7 @@ PARSERS = {
     "predict_generation": parse_predict,
     "finetune_generation": lambda words: parse_sft(words, {"WORLD_SIZE": "1"}),
     "merge_lora": parse_merge,
+    "convert_checkpoint": parse_convert,
     "evaluate": lambda words: parse(EVALUATE, words),  # parse_evaluate reads the model's config
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.config.checks import check_readable
+from gptlm.config.converting import CONVERT, parse_convert
 from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
 from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
@@ -79,6 +80,13 @@ def merge_lora(argv: Sequence[str]) -> None:
     from gptlm.recipes.merge_lora import merge_lora as recipe
 
     recipe(arguments)
+
+
+def convert(argv: Sequence[str]) -> None:
+    conversion = parse_convert(argv)
+    from gptlm.recipes.convert import convert as recipe
+
+    recipe(conversion)
 
 
 def preprocess(argv: Sequence[str]) -> None:
@@ -221,6 +229,7 @@ COMMANDS = {
     "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN, PRINT_HELP),
     "sft": Command(sft, "Fine-tune a GPT on prompts and answers.", "finetune_generation.py", SFT, PRINT_HELP),
     "merge-lora": Command(merge_lora, "Add adapters to a model's weights.", "merge_lora.py", MERGE),
+    "convert": Command(convert, "Checkpoints of the originals, in and out.", "convert_checkpoint.py", CONVERT),
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),

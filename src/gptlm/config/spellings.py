@@ -233,6 +233,7 @@ PREDICT_REFUSED = {
 }
 
 COPY_RENAMED = {"data_impl": "dataset_impl"}
+CONVERT_RENAMED = {"from": "source"}
 
 TOKENIZER_OF_MODEL = "the tokenizer is the one in the model's folder"
 RAW_WEIGHTS = "weights are read alone, there is nothing else to load"

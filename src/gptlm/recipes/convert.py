@@ -1,0 +1,151 @@
+"""A checkpoint of another library into another form: read, write aside, compare logits, give it its name."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from gptlm.checkpoints.huggingface import config_of, write_weights
+from gptlm.checkpoints.megatron_writing import check_degrees, padded_rows, write_megatron
+from gptlm.checkpoints.naming import WPE, all_names
+from gptlm.checkpoints.opening import opened
+from gptlm.checkpoints.paddle_writing import check_writable, write_paddle
+from gptlm.checkpoints.source import Asked, Source
+from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_of_folder
+from gptlm.config.converting import Conversion
+from gptlm.errors import GptlmError, UsageError
+from gptlm.model.hub import model_folder
+from gptlm.model.tokenizer import load_tokenizer
+from gptlm.recipes.model import tokenizer_folder
+from gptlm.recipes.start import check_output
+from gptlm.training.checkpoint import writing
+from gptlm.training.logging import start_logging
+
+logger = logging.getLogger(__name__)
+
+
+def convert(conversion: Conversion) -> None:
+    """The command.
+
+    Raises:
+        GptlmError: as `convert_checkpoint` does, and if the source is not there.
+    """
+    start_logging(speaks=True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    named = Path(conversion.main.source or "")
+    path = named if named.exists() else Path(model_folder(str(named)))
+    convert_checkpoint(path, conversion)
+
+
+def convert_checkpoint(path: Path, conversion: Conversion) -> None:
+    """Write the checkpoint in `path` as `conversion` says; nothing is left of it if that fails.
+
+    Raises:
+        GptlmError: if it cannot be read or written, or the result computes other logits.
+    """
+    output = Path(conversion.main.output or "")
+    check_output("output", output)
+    if output.is_dir() and any(output.iterdir()):
+        raise UsageError(f"--output {output} is not empty; give a new folder")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.with_name(f".{output.name}.incomplete")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    reading = conversion.reading
+    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation)
+    try:
+        with writing(output, "the checkpoint"), opened(path, asked, staging) as source:
+            _check(source, conversion)
+            tokenizer = _tokenizer(path, conversion)
+            _write(source, staging, conversion, tokenizer)
+            if conversion.main.verify:
+                _verify(source, staging, conversion)
+        if output.is_dir():
+            output.rmdir()
+        staging.rename(output)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    logger.info("written to %s", output)
+
+
+def _check(source: Source, conversion: Conversion) -> None:
+    degrees = conversion.writing
+    if conversion.main.to == "megatron":
+        check_degrees(source.shape, degrees.tensor_parallel_degree, degrees.pipeline_parallel_degree)
+        rows = padded_rows(source.shape, degrees.tensor_parallel_degree)
+        if rows > source.shape.vocab_size:
+            logger.info("the embedding is padded with zeros from %d rows to %d", source.shape.vocab_size, rows)
+    if conversion.main.to == "paddle":
+        check_writable(source)
+
+
+def _write(source: Source, folder: Path, conversion: Conversion, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    main, how = conversion.main, conversion.writing
+    dtype = _dtype(conversion)
+    total = len(list(all_names(source.shape.num_hidden_layers)))
+    with tqdm(total=total, unit="tensor", disable=None) as bar:
+        if main.to == "megatron":
+            degrees = {"tensor": how.tensor_parallel_degree, "pipeline": how.pipeline_parallel_degree}
+            write_megatron(source, folder, **degrees, dtype=dtype, done=bar.update)
+        elif main.to == "paddle":
+            form = {"fused": how.paddle_qkv == "fused", "pdparams": how.paddle_file == "pdparams"}
+            write_paddle(source, folder, **form, dtype=dtype, done=bar.update)
+        else:
+            write_folder(source, folder, dtype, tokenizer, bar.update)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def write_folder(
+    source: Source, folder: Path, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase | None, done: Any
+) -> None:
+    """A stock GPT-2 folder: sharded safetensors and config.json."""
+    kept = dtype or source.get(WPE).dtype
+    config = config_of(source, kept, tokenizer.eos_token_id if tokenizer else source.arguments.get("eos_token_id"))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+    def weights() -> Any:
+        for name, value in source.weights():
+            yield name, value.to(kept)
+            done()
+
+    write_weights(folder, weights())
+
+
+def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
+    """Compare what was read with what was written: a stock folder as transformers loads it, others as we read them."""
+    ids = fixed_batch(source.shape.vocab_size, source.shape.max_position_embeddings)
+    before = logits_of(source, ids, _dtype(conversion))
+    if conversion.main.to == "hf":
+        after = logits_of_folder(folder, ids)
+    else:
+        logger.info("reading the result back")
+        asked = Asked(source.shape.vocab_size, source.shape.num_attention_heads, source.activation)
+        with opened(folder, asked) as written:
+            after = logits_of(written, ids)
+    logger.info("logits before and after differ by at most %.2e", difference(before, after))
+
+
+def _tokenizer(path: Path, conversion: Conversion) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that was named, else the checkpoint's own, else None, which is said."""
+    named = conversion.main.tokenizer_name_or_path
+    if named:
+        return load_tokenizer(tokenizer_folder(named))
+    folder = path if path.is_dir() else path.parent
+    try:
+        return load_tokenizer(str(folder))
+    except GptlmError as error:
+        logger.warning("no tokenizer is put beside the weights (%s); --tokenizer_name_or_path names one", error)
+        return None
+
+
+def _dtype(conversion: Conversion) -> torch.dtype | None:
+    name = conversion.main.dtype
+    return None if name == "keep" else getattr(torch, name)

@@ -1,0 +1,156 @@
+"""`gptlm convert` as users call it: there and back bit for bit, verified, nothing left where it fails."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gptlm.checkpoints import huggingface
+from gptlm.cli import main
+from tests.checkpoints.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A random stock GPT-2 in `a`."""
+    stock().save_pretrained(tmp_path / "a")
+    return tmp_path
+
+
+def weights(folder):
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def assert_equal(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys() and len(first) == 4 * 12 + 4
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and torch.equal(value, second[name]), name
+
+
+def test_there_and_back_is_bit_exact(folder, capsys):
+    """hf -> megatron (TP 2, PP 2) -> hf -> paddle fused -> hf, then split, .pdparams and Megatron as one rank."""
+    steps = [
+        ("a", "megatron", "m", "--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2"),
+        ("m", "hf", "b"),
+        ("b", "paddle", "p", "--paddle_qkv", "fused"),
+        ("p", "hf", "c"),
+        ("c", "paddle", "q", "--paddle_file", "pdparams"),
+        ("q", "megatron", "n"),
+        ("n", "hf", "d"),
+    ]
+    for source, form, output, *more in steps:
+        words = ["--from", str(folder / source), "--to", form, "--output", str(folder / output), *more]
+        assert main(["convert", *words]) == 0, capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "logits before and after differ by at most" in said.out + said.err
+        if form == "hf":
+            assert_equal(folder / "a", folder / output)
+            loaded, report = AutoModelForCausalLM.from_pretrained(folder / output, output_loading_info=True)
+            assert not report["missing_keys"] and not report["unexpected_keys"]
+            assert torch.allclose(logits(loaded.eval()), logits(stock()), rtol=0, atol=1e-5)
+    assert sorted(path.name for path in folder.iterdir()) == list("abcdmnpq")
+
+
+def test_shards_dtype_and_tokenizer(folder, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    words = ["--from", str(folder / "a"), "--output", str(folder / "b"), "--dtype", "bfloat16"]
+    assert main(["convert", *words]) == 0, capsys.readouterr().err
+    index = json.loads((folder / "b/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (folder / "b").glob("*.safetensors"))
+    assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
+    original = weights(folder / "a")
+    for name, value in weights(folder / "b").items():
+        assert torch.equal(value, original[name].bfloat16())
+    assert AutoModelForCausalLM.from_pretrained(folder / "b").dtype == torch.bfloat16
+
+
+def test_an_unfitting_result_is_an_error_and_leaves_nothing(folder, capsys, monkeypatch):
+    """A file spoilt on its way to the disk is found by its logits."""
+    written = huggingface.save_file
+
+    def spoilt(tensors, *rest):
+        written({name: value + 0.1 if "mlp.c_fc.bias" in name else value for name, value in tensors.items()}, *rest)
+
+    words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
+    monkeypatch.setattr(huggingface, "save_file", spoilt)
+    assert main(words) == 1
+    assert "the converted model computes other logits" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert main([*words, "--verify", "0"]) == 0
+
+
+def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
+    write_megatron(stock(), tmp_path / "m", 2.0, 2, 1)
+    words = ["convert", "--from", str(tmp_path / "m"), "--output", str(tmp_path / "b"), "--vocab_size", str(VOCABULARY)]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert "is a checkpoint of Megatron-LM, tensor parallel 2, pipeline 1, step 100" in text
+    assert "cut from 256 rows to 50 (--vocab_size)" in text and "no tokenizer is put beside the weights" in text
+    assert torch.equal(weights(tmp_path / "b")["transformer.wte.weight"], stock().transformer.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--to hf", 2, "--from is missing\n--output is missing"),
+        ("--from a --output b --to gguf", 2, "expected one of hf, megatron, paddle"),
+        ("--from a --output b --tensor_parallel_degree 2", 2, "is for --to megatron"),
+        ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
+        ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),
+        ("--from a --output a", 2, "is not empty"),
+        ("--from nowhere --output b", 1, "is neither a folder nor a built-in name"),
+        ("--from empty --output b", 1, "is no checkpoint that is known"),
+        ("--from snapshot --output b", 1, "is a OneFlow snapshot"),
+        ("--from dist --output b", 1, "distributed checkpoint of megatron-core"),
+        ("--from a --output b --tokenizer_name_or_path empty", 1, "holds no tokenizer"),
+        ("--from a --output b --vocab_size 51", 1, "has 50 rows"),
+    ],
+)
+def test_what_is_wrong_is_said(folder, capsys, monkeypatch, words, code, says):
+    monkeypatch.chdir(folder)
+    for name in ("empty", "snapshot/iter7_snapshot", "dist"):
+        (folder / name).mkdir(parents=True)
+    (folder / "dist/__0_0.distcp").write_bytes(b"")
+    before = sorted(folder.iterdir())
+    assert main(["convert", *words.split()]) == code
+    assert says in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
+
+
+def test_an_erf_model_is_not_written_for_paddle(tmp_path, capsys):
+    stock("gelu").save_pretrained(tmp_path / "a")
+    words = ["convert", "--from", str(tmp_path / "a"), "--to", "paddle", "--output", str(tmp_path / "b")]
+    assert main(words) == 1 and "the erf form (gelu)" in capsys.readouterr().err
+
+
+def test_untied_and_unknown_tensors_of_huggingface_are_refused(folder, capsys):
+    stored = weights(folder / "a")
+    words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
+    for more, says in (
+        ({"lm_head.weight": torch.ones(VOCABULARY, 16)}, "its head is not the embedding"),
+        ({"transformer.h.9.ln_1.bias": torch.ones(16)}, "holds transformer.h.9.ln_1.bias"),
+    ):
+        save_file({**stored, **more}, folder / "a/model.safetensors", {"format": "pt"})
+        assert main(words) == 1 and says in capsys.readouterr().err
+
+
+def test_a_pdparams_file_alone(tmp_path, capsys):
+    write_pdparams(tmp_path / "x.pdparams", paddle_tensors(stock(), False))
+    words = ["--from", str(tmp_path / "x.pdparams"), "--output", str(tmp_path / "b")]
+    assert main(["convert", *words]) == 1 and "--num_attention_heads" in capsys.readouterr().err
+    assert main(["convert", *words, "--num_attention_heads", str(HEADS)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    assert torch.allclose(logits(loaded), logits(stock()), rtol=0, atol=1e-5)
+
+
+def test_the_tokenizer_goes_along(folder, capsys):
+    from gptlm.model.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["a b a b c"], 260)
+    tokenizer.save_pretrained(folder / "a")
+    assert main(["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]) == 0
+    assert AutoTokenizer.from_pretrained(folder / "b")("a b c")["input_ids"] == tokenizer("a b c")["input_ids"]
