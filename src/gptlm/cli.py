@@ -17,6 +17,7 @@ from gptlm.config.converting import CONVERT, parse_convert
 from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
 from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
+from gptlm.config.foreign import ConversionNeeded, with_conversions
 from gptlm.config.generation import PREDICT, parse_predict, resolve_predict
 from gptlm.config.launch_script import split_command
 from gptlm.config.launching import HELP as LAUNCH_HELP
@@ -45,7 +46,7 @@ With --print_config nothing is run: the resolved run, the origin of each value a
 def pretrain(argv: Sequence[str]) -> int | None:
     words, printing = _without_print_config(argv)
     words = with_layout(words, os.environ)
-    run = parse_pretrain(words, os.environ, printing=printing)
+    run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), None if printing else _convert)
     if printing:
         _print_run(run)
         return None
@@ -60,7 +61,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
 
 def sft(argv: Sequence[str]) -> None:
     words, printing = _without_print_config(argv)
-    run = parse_sft(words, os.environ, printing=printing)
+    run = with_conversions(lambda: parse_sft(words, os.environ, printing=printing), None if printing else _convert)
     if printing:
         _print_run(run)
         return
@@ -108,7 +109,7 @@ def predict(argv: Sequence[str]) -> None:
     if printing:
         print(resolve_predict(words, printing=True).as_json())
         return
-    arguments, notes = parse_predict(words)
+    arguments, notes = with_conversions(lambda: parse_predict(words), _convert)
     check_readable("input_file", arguments.input_file)
     base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
     if arguments.serve and find_spec("gradio") is None:
@@ -129,7 +130,8 @@ def evaluate(argv: Sequence[str]) -> None:
     if printing:
         print(resolve_evaluate(words, printing=True).as_json())
         return
-    arguments, notes = parse_evaluate(words, int(os.environ.get("WORLD_SIZE", 1)))
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert)
     check_readable("eval_path", arguments.eval_path)
     see_one_card(arguments.device, os.environ)
     from gptlm.recipes.evaluate import evaluate as recipe
@@ -182,6 +184,12 @@ def data(argv: Sequence[str]) -> None:
         "convert": recipes.copy,
     }
     tools[tool](parsed)
+
+
+def _convert(needed: ConversionNeeded) -> None:
+    from gptlm.recipes.convert import convert_once
+
+    convert_once(needed.path, needed.folder, needed.heads)
 
 
 def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:

@@ -135,14 +135,9 @@ class MegatronSource(Sharded):
         heads = sizes.get("num_attention_heads") or asked.num_attention_heads
         if not values:
             self.notes.append(f"{self.found.folder} holds no arguments: its sizes are those of its tensors")
-            if not heads and (sizes["num_hidden_layers"], sizes["hidden_size"]) == (24, 1024):
-                heads = 16
-                self.notes.append("24 layers of 1024: 16 heads, as NVIDIA's published 345M model")
-        if not heads:
-            raise GptlmError(f"{self.found.folder} does not say how many heads: give --num_attention_heads")
         if "num_hidden_layers" not in sizes:
             raise GptlmError(f"{self.found.folder} does not say how many layers it has, and is cut into stages")
-        sizes["num_attention_heads"] = heads
+        sizes["num_attention_heads"] = heads or self.heads_by_size(sizes["num_hidden_layers"], sizes["hidden_size"])
         sizes.setdefault("intermediate_size", 4 * sizes["hidden_size"])
         self.shape = Shape(**sizes, vocab_size=1)
         rows = embedding * len(self.found.files[0])

@@ -113,14 +113,15 @@ class PaddleSource(Sharded):
         sizes["num_attention_heads"] = sizes["num_attention_heads"] or asked.num_attention_heads
         if not values:
             self.notes.append(f"{where} holds no {CONFIG}: sizes are those of the tensors, the activation is gelu_new")
-        if not sizes["num_attention_heads"]:
-            raise GptlmError(f"{where} does not say how many heads: give --num_attention_heads")
         activation = first(values, words.ACTIVATION)
         if activation not in SAME_GELU:
             raise GptlmError(f"{where} is of another network than GPT-2: its activation is {activation!r}")
         measured = self._measured(complete=None in sizes.values())
-        self.shape = Shape(**{name: sizes[name] or measured[name] for name in sizes})
-        true = sizes["vocab_size"] if (sizes["vocab_size"] or 0) < measured["vocab_size"] else None
+        sizes |= {name: value for name, value in measured.items() if not sizes[name]}
+        if not sizes["num_attention_heads"]:
+            sizes["num_attention_heads"] = self.heads_by_size(sizes["num_hidden_layers"], sizes["hidden_size"])
+        true = sizes["vocab_size"] if sizes["vocab_size"] < measured["vocab_size"] else None
+        self.shape = Shape(**sizes)
         self.cut_vocabulary(measured["vocab_size"], true, asked, "its configuration")
         self.dropouts = (float(values.get(words.DROPOUT, 0.1)), float(values.get(words.ATTENTION_DROPOUT, 0.1)))
 

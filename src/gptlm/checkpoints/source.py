@@ -12,9 +12,11 @@ from torch import Tensor
 from gptlm.checkpoints.kinds import Found
 from gptlm.checkpoints.naming import WTE, all_names, shape_of
 from gptlm.errors import GptlmError
-from gptlm.model.presets import Shape
+from gptlm.model.presets import PRESETS, Shape
 
 GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # HuggingFace's names; the first three are one formula
+
+BUILT_IN = [preset.shape for preset in PRESETS.values()]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,18 @@ class Source(ABC):
         """Every weight, in order."""
         for name in all_names(self.shape.num_hidden_layers):
             yield name, self.get(name)
+
+    def heads_by_size(self, layers: int, width: int) -> int:
+        """The heads of a checkpoint that does not say them: those of the built-in models of its sizes.
+
+        Raises:
+            GptlmError: if there is none.
+        """
+        heads = usual_heads(layers, width)
+        if heads is None:
+            raise GptlmError(f"{self.found.folder} does not say how many heads: give --num_attention_heads")
+        self.notes.append(f"{heads} heads, as the built-in models with {layers} layers of {width} have")
+        return heads
 
     def cut_vocabulary(self, rows: int, true: int | None, asked: Asked, why: str) -> None:
         """Settle `shape.vocab_size`: `rows` are stored, `true` is what the checkpoint knows.
@@ -145,6 +159,13 @@ class Sharded(Source):
 def first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """The first of `names` that `values` has."""
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def usual_heads(layers: int, width: int) -> int | None:
+    """The heads of the built-in models with these sizes, where they agree."""
+    sizes = {(shape.num_hidden_layers, shape.hidden_size, shape.num_attention_heads) for shape in BUILT_IN}
+    heads = {own for deep, wide, own in sizes if (deep, wide) == (layers, width)}
+    return heads.pop() if len(heads) == 1 else None
 
 
 def check_variants(values: Mapping[str, Any], variants: dict[str, tuple[tuple[object, ...], str]], where: Path) -> None:

@@ -12,6 +12,7 @@ from gptlm.config.batch import Batch
 from gptlm.config.checks import pretrain_problems, problems_of
 from gptlm.config.dialects import DialectArguments, resolve_dialect, wanted_processes
 from gptlm.config.fleetx_words import training_words
+from gptlm.config.foreign import take_foreign_model, take_foreign_start
 from gptlm.config.layouts import degrees_fit, not_built
 from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
@@ -151,6 +152,8 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         UsageError: listing everything that is wrong.
     """
     parsed = parse(PRETRAIN, argv)
+    take_foreign_start(parsed)
+    take_foreign_model(parsed)
     dialect = resolve_dialect(parsed)
     launch = _resolve_wanted(parsed, environment, printing)
     resolve_world(parsed, environment, printing)

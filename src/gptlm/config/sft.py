@@ -8,6 +8,7 @@ from typing import Any
 from gptlm.config import spellings
 from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
 from gptlm.config.checks import typed
+from gptlm.config.foreign import take_foreign_model, take_foreign_start
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import resolve_strategies, resolve_world
 from gptlm.config.run import Run, resolve
@@ -132,6 +133,8 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         GptlmError: if the files of the model or of lora_path cannot be read.
     """
     parsed = parse(SFT, argv)
+    take_foreign_start(parsed)
+    take_foreign_model(parsed)
     resolve_world(parsed, environment, printing)
     resolve_strategies(parsed)
     source = find_model(parsed)

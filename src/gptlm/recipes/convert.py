@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ from gptlm.checkpoints.opening import opened
 from gptlm.checkpoints.paddle_writing import check_writable, write_paddle
 from gptlm.checkpoints.source import Asked, Source
 from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_of_folder
-from gptlm.config.converting import Conversion
+from gptlm.config.converting import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import load_tokenizer
@@ -42,6 +44,28 @@ def convert(conversion: Conversion) -> None:
     named = Path(conversion.main.source or "")
     path = named if named.exists() else Path(model_folder(str(named)))
     convert_checkpoint(path, conversion)
+
+
+def convert_once(path: Path, folder: Path, heads: int | None) -> None:
+    """Convert the checkpoint in `path` into `folder` of the cache, by one of the processes that want it.
+
+    Raises:
+        GptlmError: as `convert_checkpoint`.
+    """
+    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    check_output("from", folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if folder.is_dir():
+            return
+        logger.info("%s is converted once, into %s", path, folder)
+        main = ConvertArguments(source=str(path), output=str(folder))
+        try:
+            convert_checkpoint(path, Conversion(main, ReadingArguments(num_attention_heads=heads), WritingArguments()))
+        except GptlmError as error:
+            raise GptlmError(f"{error} (gptlm convert --from {path} has flags for what is open)") from error
 
 
 def convert_checkpoint(path: Path, conversion: Conversion) -> None:

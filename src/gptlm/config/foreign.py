@@ -1,0 +1,100 @@
+"""Checkpoints of other libraries where a model is expected: converted once into the HuggingFace cache, then used."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from gptlm.checkpoints.kinds import Found, find_foreign
+from gptlm.config.parser import Parsed
+from gptlm.errors import GptlmError
+
+CONFIG = "config.json"
+Result = TypeVar("Result")
+
+
+class ConversionNeeded(GptlmError):
+    """A checkpoint that the command names has to be converted first; without that the command cannot go on.
+
+    Attributes:
+        path: the checkpoint.
+        folder: where it goes.
+        heads: its attention heads, as far as the command says them.
+    """
+
+    def __init__(self, path: Path, found: Found, folder: Path, heads: int | None):
+        super().__init__(
+            f"{path} is a checkpoint of {found}, which has to be converted first: start without --print_config, or "
+            f"use gptlm convert --from {path} --output DIR, and give DIR"
+        )
+        self.path, self.folder, self.heads = path, folder, heads
+
+
+def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionNeeded], None] | None) -> Result:
+    """What `parse` returns, after `convert` has done what it needs; None: nothing is converted, the need is raised."""
+    while True:
+        try:
+            return parse()
+        except ConversionNeeded as needed:
+            if convert is None:
+                raise
+            convert(needed)
+            if not (needed.folder / CONFIG).is_file():
+                raise
+
+
+def take_foreign_model(parsed: Parsed) -> None:
+    """Let `model_name_or_path` be the converted folder if it names a checkpoint of another library.
+
+    Raises:
+        ConversionNeeded: if it has not been converted yet.
+        GptlmError: if the checkpoint is not whole.
+    """
+    name = parsed.values["model_name_or_path"]
+    found = find_foreign(Path(name)) if name and Path(name).exists() else None
+    if found is not None:
+        folder = _converted(Path(name), found, parsed)
+        parsed.note(f"{name} is a checkpoint of {found}; it is read from {folder}")
+        parsed.set("model_name_or_path", str(folder), parsed.sources["model_name_or_path"])
+
+
+def take_foreign_start(parsed: Parsed) -> None:
+    """Start from the weights of another library's checkpoint that `load` or `resume_from_checkpoint` names.
+
+    A run that has checkpoints of its own already goes on from those.
+
+    Raises:
+        as `take_foreign_model`.
+    """
+    for flag in ("load", "resume_from_checkpoint"):
+        name = parsed.values.get(flag) or ""
+        found = find_foreign(Path(name)) if name and Path(name).exists() else None
+        if found is None:
+            continue
+        parsed.set(flag, None, parsed.sources[flag])
+        folder = _converted(Path(name), found, parsed)
+        parsed.note(
+            f"{parsed.typed_as(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the "
+            f"run starts at step 0 with its weights, read from {folder}; its optimizer is not taken"
+        )
+        parsed.set("model_name_or_path", str(folder), parsed.sources[flag])
+        parsed.set("continue_training", True, parsed.sources[flag])
+
+
+def _converted(path: Path, found: Found, parsed: Parsed) -> Path:
+    folder, heads = cache_folder(path, found), parsed.values.get("num_attention_heads")
+    if not (folder / CONFIG).is_file():
+        raise ConversionNeeded(path, found, folder, heads)
+    return folder
+
+
+def cache_folder(path: Path, found: Found) -> Path:
+    """Where the converted form of the checkpoint in `path` lies; another one when its files change."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    root = Path(os.environ.get("HF_HOME") or cache).expanduser()
+    marks = [str(path.resolve())]
+    for stage in found.files:
+        marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in stage if file.is_file()]
+    mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]
+    return root / "gptlm" / "converted" / f"{path.resolve().name}-{mark}"
