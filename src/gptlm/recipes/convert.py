@@ -13,6 +13,7 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from gptlm.checkpoints.adapters import kind_of
 from gptlm.checkpoints.huggingface import config_of, write_weights
 from gptlm.checkpoints.megatron_writing import check_degrees, padded_rows, write_megatron
 from gptlm.checkpoints.naming import WPE, all_names
@@ -24,6 +25,7 @@ from gptlm.config.converting import Conversion, ConvertArguments, ReadingArgumen
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import load_tokenizer
+from gptlm.recipes.convert_adapters import convert_adapters
 from gptlm.recipes.model import tokenizer_folder
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
@@ -82,21 +84,29 @@ def convert_checkpoint(path: Path, conversion: Conversion) -> None:
     staging = output.with_name(f".{output.name}.incomplete")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
-    reading = conversion.reading
-    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation)
     try:
-        with writing(output, "the checkpoint"), opened(path, asked, staging) as source:
-            _check(source, conversion)
-            tokenizer = _tokenizer(path, conversion)
-            _write(source, staging, conversion, tokenizer)
-            if conversion.main.verify:
-                _verify(source, staging, conversion)
+        with writing(output, "the checkpoint"):
+            if kind_of(path):
+                convert_adapters(path, staging, conversion)
+            else:
+                _convert(path, staging, conversion)
         if output.is_dir():
             output.rmdir()
         staging.rename(output)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     logger.info("written to %s", output)
+
+
+def _convert(path: Path, folder: Path, conversion: Conversion) -> None:
+    reading = conversion.reading
+    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation)
+    with opened(path, asked, folder) as source:
+        _check(source, conversion)
+        tokenizer = _tokenizer(path, conversion)
+        _write(source, folder, conversion, tokenizer)
+        if conversion.main.verify:
+            _verify(source, folder, conversion)
 
 
 def _check(source: Source, conversion: Conversion) -> None:
