@@ -1,15 +1,18 @@
 """Files that try to run code are refused by name, and nothing of them runs."""
 
 import argparse
+import io
 import os
+import pathlib
 import pickle
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 
-from gptlm.checkpoints.pickles import read_pickle, read_torch
+from gptlm.checkpoints.pickles import StandIn, read_pickle, read_torch
 from gptlm.errors import GptlmError
 
 
@@ -108,3 +111,9 @@ def test_truncated_files_are_named(tmp_path, form, kept):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(GptlmError, match="cannot read .*nowhere: No such file"):
         read_pickle(tmp_path / "nowhere")
+
+
+def test_buffers_paths_and_signals_are_inert(tmp_path):
+    torch.save({"a": io.BytesIO(b"x"), "b": pathlib.PosixPath("/tmp"), "c": signal.SIGTERM}, tmp_path / "x")
+    found = read_torch(tmp_path / "x")
+    assert {type(value) for value in found.values()} == {StandIn} and found["b"].arguments == ("/", "tmp")

@@ -89,6 +89,11 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): Arguments,
     ("copyreg", "_reconstructor"): _bare,
 }
+INERT: dict[tuple[str, str], Any] = {  # seen among arguments and buffers; kept as stand-ins
+    ("_io", "BytesIO"): StandIn,
+    ("pathlib", "PosixPath"): StandIn,
+    ("signal", "Signals"): StandIn,
+}
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 TORCH: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): torch._utils._rebuild_tensor,
@@ -124,7 +129,7 @@ def read_torch(path: Path) -> Any:
     Raises:
         GptlmError: as `read_pickle`.
     """
-    restricted = _unpickler(path, NUMPY | PLAIN | TORCH)
+    restricted = _unpickler(path, NUMPY | PLAIN | INERT | TORCH)
     module: Any = SimpleNamespace(
         __name__="gptlm.checkpoints.pickles",
         Unpickler=restricted,
