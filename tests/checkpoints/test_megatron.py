@@ -1,5 +1,6 @@
 """Megatron's and Megatron-DeepSpeed's layouts, written by hand, become stock GPT-2 bit for bit."""
 
+import logging
 import re
 import sys
 import types
@@ -274,3 +275,22 @@ def test_enums_of_megatron_are_inert(tmp_path, monkeypatch):
     assert_same(tmp_path / "absolute", stock())
     with pytest.raises(GptlmError, match="positions that are not learned"), opened(tmp_path / "rotary", ASKED):
         pass
+
+
+def test_norms_that_drifted_apart_by_rounding_are_averaged(tmp_path, caplog):
+    root = write_megatron(stock(), tmp_path / "m", 3.0, 2, 1)
+    file = root / "iter_0000100/mp_rank_01/model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["language_model"]["encoder"]["layers.0.input_layernorm.weight"] += 1e-3
+    torch.save(content, file)
+    logging.getLogger("gptlm").propagate = True
+    with opened(root, ASKED) as source:
+        found = source.get("transformer.h.0.ln_1.weight")
+    assert torch.allclose(found, stock().transformer.h[0].ln_1.weight + 5e-4, rtol=0, atol=1e-6)
+    assert "slightly different transformer.h.0.ln_1.weight" in caplog.text
+
+
+def test_padding_is_kept_for_training_to_go_on(tmp_path):
+    path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1, vocab_size=50)
+    with opened(path, Asked(keep_padding=True)) as source:
+        assert source.shape.vocab_size == 128 and float(source.get("transformer.wte.weight")[-1, 0]) == 9.0

@@ -154,3 +154,12 @@ def test_the_tokenizer_goes_along(folder, capsys):
     tokenizer.save_pretrained(folder / "a")
     assert main(["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]) == 0
     assert AutoTokenizer.from_pretrained(folder / "b")("a b c")["input_ids"] == tokenizer("a b c")["input_ids"]
+
+
+def test_pytorch_model_bin_is_read(folder, capsys):
+    torch.save(stock().state_dict(), folder / "pytorch_model.bin")
+    (folder / "a/model.safetensors").unlink()
+    (folder / "pytorch_model.bin").rename(folder / "a/pytorch_model.bin")
+    assert main(["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]) == 0, capsys.readouterr().err
+    found, wanted = weights(folder / "b"), stock().state_dict()
+    assert len(found) == 52 and all(torch.equal(value, wanted[name]) for name, value in found.items())

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gptlm.checkpoints import spellings_paddle as words
 from gptlm.checkpoints.naming import layer_and_part
-from gptlm.checkpoints.paddle import configuration, gpt2_name, tensors_of
+from gptlm.checkpoints.paddle import configuration, gpt2_name
+from gptlm.checkpoints.paddle_arrays import tensors_of
 from gptlm.checkpoints.paddle_writing import THEIRS, as_array
 from gptlm.checkpoints.source import first
 from gptlm.errors import GptlmError

@@ -28,6 +28,12 @@ class DeepSpeedLayers(MegatronSource):
     def load_group(self, group: int) -> list[dict[str, Tensor]]:
         return [self._named(read_torch(path), group) for path in self.found.files[group]]
 
+    def steps(self) -> tuple[int, int, int | None]:
+        raise GptlmError(
+            f"{self.found.folder}: DeepSpeed keeps its optimizer in flat pieces over all ranks, which are not read; "
+            "convert without --with_optimizer"
+        )
+
     def _named(self, content: Mapping[str, Any], group: int) -> dict[str, Tensor]:
         stored, unknown = {}, []
         for name, tensor in content.items():

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gptlm.checkpoints import spellings_megatron as words
 from gptlm.checkpoints.kinds import Found
+from gptlm.checkpoints.megatron_states import adam_steps, has_masters, states_of
 from gptlm.checkpoints.naming import LAST, MATRICES, WPE, WTE, layer_and_part
 from gptlm.checkpoints.pickles import StandIn, read_torch
-from gptlm.checkpoints.source import Asked, Sharded, check_variants, first, join_equal
+from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, first, join_equal, near
 from gptlm.errors import GptlmError
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
 
@@ -68,6 +69,18 @@ class MegatronSource(Sharded):
             tensor = join_equal(pieces, name, self.found.folder)
         return tensor.t() if part in MATRICES else tensor
 
+    def steps(self) -> tuple[int, int, int | None]:
+        path = self.found.files[0][0]
+        content = read_torch(path)
+        if self.chunks > 1:
+            raise GptlmError(f"{path}: no optimizer is read of interleaved stages; convert without --with_optimizer")
+        updates = adam_steps(content, path)
+        iterations = int(content.get("iteration", updates))
+        return iterations, updates, words.consumed(self.arguments, iterations)
+
+    def has_masters(self) -> bool:
+        return has_masters(read_torch(self.found.files[0][0]))
+
     def foreign_name(self, name: str) -> str:
         module, _, kind = layer_and_part(name)[1].rpartition(".")
         return f"{words.WRITTEN[module]}.{kind}" if module in words.WRITTEN else name
@@ -84,7 +97,10 @@ class MegatronSource(Sharded):
             if not isinstance(tree, dict):
                 raise GptlmError(f"{path} holds no model; is it the optimizer's file?")
             offset = (chunk * len(self.found.files) + stage) * self._per_chunk
-            self._add(stored, flattened(tree), offset, path)
+            tensors = flattened(tree)
+            if self.kind != WEIGHT:
+                tensors = states_of(content, tensors, self.kind, path)
+            self._add(stored, tensors, offset, path)
         return stored
 
     def _add(self, stored: dict[str, Tensor], tensors: dict[str, Tensor], offset: int, path: Path) -> None:
@@ -92,7 +108,8 @@ class MegatronSource(Sharded):
         for name, tensor in tensors.items():
             name = name.removeprefix("language_model.")
             if name in words.HEADS:
-                self._check_tied(tensor, path)
+                if self.kind == WEIGHT:
+                    self._check_tied(tensor, path)
             elif (own := gpt2_name(name, offset)) is not None:
                 stored[own] = tensor
             elif not words.BUFFERS.search(name):
@@ -104,7 +121,7 @@ class MegatronSource(Sharded):
         """The last stage keeps a copy of the embedding for the head."""
         if self._heads is None:
             self._heads = [flat_embedding(read_torch(file)) for file in self.found.files[0]]
-        if not any(torch.equal(tensor, embedding) for embedding in self._heads):
+        if not any(near(embedding, tensor) for embedding in self._heads):
             raise GptlmError(f"{path} is of another network than GPT-2: its head is not the embedding (untied)")
 
     def _version(self, content: Mapping[str, Any]) -> int:

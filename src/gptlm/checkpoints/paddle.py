@@ -6,20 +6,18 @@ the first. bfloat16 is stored as the bits of uint16 (paddle.save), in safetensor
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gptlm.checkpoints import spellings_paddle as words
 from gptlm.checkpoints.kinds import Found
 from gptlm.checkpoints.naming import WPE, WTE, layer_and_part
-from gptlm.checkpoints.pickles import read_pickle
-from gptlm.checkpoints.source import Asked, Sharded, check_variants, first, join_equal
+from gptlm.checkpoints.paddle_arrays import tensors_of
+from gptlm.checkpoints.paddle_states import MASTERS, SCHEDULE, optimizer_of, states_of
+from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, first, join_equal
 from gptlm.errors import GptlmError
 from gptlm.model.files import check_safetensors
 from gptlm.model.presets import Shape, read_config
@@ -45,7 +43,7 @@ class PaddleSource(Sharded):
         check_variants(self.arguments, words.VARIANTS, found.folder)
         self._stage_of: dict[str, int] = {}
         self._unseen = list(range(len(found.files)))
-        self._embedding: list[Tensor] = []
+        self._heads: list[Tensor] = []
         self._settle(asked)
 
     def group_of(self, name: str) -> int:
@@ -77,6 +75,17 @@ class PaddleSource(Sharded):
             return torch.cat(pieces, dim=-1)
         return torch.cat(pieces, dim=0) if part in ROW else join_equal(pieces, name, self.found.folder)
 
+    def steps(self) -> tuple[int, int, int | None]:
+        noted = _trainer_state(self.found.folder)
+        optimizer = optimizer_of(self.found.files[0][0])
+        steps = noted.get("global_step") or (optimizer.get(SCHEDULE) or {}).get("last_epoch") or self.found.step
+        if not steps:
+            raise GptlmError(f"{self.found.folder} does not say at which step it is; convert without --with_optimizer")
+        return int(steps), int(steps), noted.get("consumed_samples")
+
+    def has_masters(self) -> bool:
+        return bool(optimizer_of(self.found.files[0][0])[MASTERS])
+
     def foreign_name(self, name: str) -> str:
         layer, part = layer_and_part(name)
         module, _, kind = part.rpartition(".")
@@ -93,14 +102,15 @@ class PaddleSource(Sharded):
 
     def _named(self, path: Path, stage: int) -> dict[str, Tensor]:
         stored, unknown = {}, []
-        for name, tensor in tensors_of(path).items():
+        tensors = tensors_of(path) if self.kind == WEIGHT else states_of(path, self.kind)
+        for name, tensor in tensors.items():
             own = gpt2_name(name)
             if own in (WTE, WPE) and stage > 0:
                 continue  # a pipeline's copy for the head
             if own is not None:
                 stored[own] = tensor
             elif name.endswith(words.HEADS):
-                self._embedding.append(tensor)
+                self._heads += [tensor] if self.kind == WEIGHT else []
             else:
                 unknown.append(name)
         if unknown:
@@ -141,14 +151,19 @@ class PaddleSource(Sharded):
         embeddings = [rank[WTE] for rank in ranks]
         while complete and self._unseen:
             self.hold(self._unseen[0])
-        if any(not any(torch.equal(head, own) for own in embeddings) for head in self._embedding):
+        if any(not any(torch.equal(head, own) for own in embeddings) for head in self._heads):
             raise GptlmError(f"{self.found.folder} is of another network than GPT-2: its head is not the embedding")
         layers = {layer for name in self._stage_of if (layer := layer_and_part(name)[0]) is not None}
         return sizes | {"num_hidden_layers": len(layers)}
 
 
 class UnifiedSource(PaddleSource):
-    """PaddleNLP's unified safetensors: whole tensors in one or several files, read when they are used."""
+    """PaddleNLP's unified safetensors: whole tensors in one or several files."""
+
+    def steps(self) -> tuple[int, int, int | None]:
+        raise GptlmError(
+            f"{self.found.folder}: no optimizer is read of unified checkpoints; convert without --with_optimizer"
+        )
 
     def _rank_files(self, group: int) -> tuple[Path, ...]:
         return self.found.files[0][:1]
@@ -159,49 +174,6 @@ class UnifiedSource(PaddleSource):
             check_safetensors(file)
             stored |= super()._named(file, stage)
         return stored
-
-
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors in a `.pdparams` or safetensors file, by its own names.
-
-    Raises:
-        GptlmError: if it cannot be read or holds anything else.
-    """
-    if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:  # the bits of bfloat16 come as uint16 where paddle wrote them
-            return {name: _as_bfloat16(file.get_tensor(name)) for name in file.keys()}
-    content = read_pickle(path)
-    if not isinstance(content, dict):
-        raise GptlmError(f"{path} holds no weights (a {type(content).__name__})")
-    whole = _joined(content, path)
-    return {name: as_tensor(value, name, path) for name, value in whole.items()}
-
-
-def as_tensor(value: Any, name: str, path: Path) -> Tensor:
-    """An array, or paddle's (internal name, array), as a tensor; uint16 are the bits of bfloat16."""
-    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
-        raise GptlmError(f"{path}: {name} is no array of numbers (a {type(array).__name__})")
-    array = np.require(array, requirements=["C", "W"])
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-
-
-def _joined(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Without the table of names; arrays over 1 GiB, which pickle protocols 2 and 3 get in pieces, are put together."""
-    arrays = {name: value for name, value in content.items() if name not in (words.NAME_TABLE, words.BIG)}
-    for name, facts in content.get(words.BIG, {}).items():
-        missing = [piece for piece in facts["slices"] if piece not in arrays]
-        if missing:
-            raise GptlmError(f"{path} lacks {missing[0]}, a piece of {name}; copy it again")
-        pieces = [np.ravel(arrays.pop(piece)) for piece in facts["slices"]]
-        arrays[name] = np.concatenate(pieces).reshape(facts["OriginShape"])
-    return arrays
 
 
 def gpt2_name(name: str) -> str | None:
@@ -259,3 +231,14 @@ def _initial(content: Any) -> dict[str, Any]:
     for part in inner if isinstance(inner, list) else [inner]:
         values |= _initial(part)
     return values
+
+
+def _trainer_state(folder: Path) -> dict[str, Any]:
+    """PaddleNLP's trainer_state.json; empty if there is none."""
+    path = folder / "trainer_state.json"
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise GptlmError(f"{path} is damaged ({error}); copy the folder again") from error

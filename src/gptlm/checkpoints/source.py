@@ -1,5 +1,6 @@
 """A checkpoint of any kind as stock GPT-2's weights, asked for by name and read one at a time."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +15,12 @@ from gptlm.checkpoints.naming import WTE, all_names, shape_of
 from gptlm.errors import GptlmError
 from gptlm.model.presets import PRESETS, Shape
 
+logger = logging.getLogger(__name__)
+
 GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # HuggingFace's names; the first three are one formula
 
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+DRIFT = 0.02  # how far copies of one weight may lie apart, as a share of the largest value
 BUILT_IN = [preset.shape for preset in PRESETS.values()]
 
 
@@ -26,11 +31,13 @@ class Asked:
     Attributes:
         vocab_size: true entries; the rows after them are padding.
         num_attention_heads, activation: count where the checkpoint does not have them.
+        keep_padding: the embedding keeps the rows of padding, too, which take part in the loss.
     """
 
     vocab_size: int | None = None
     num_attention_heads: int | None = None
     activation: str | None = None
+    keep_padding: bool = False
 
 
 class Source(ABC):
@@ -91,13 +98,31 @@ class Source(ABC):
         self.notes.append(f"{heads} heads, as the built-in models with {layers} layers of {width} have")
         return heads
 
+    def steps(self) -> tuple[int, int, int | None]:
+        """Iterations, updates that Adam's moments have seen, and samples consumed if it says them.
+
+        Raises:
+            GptlmError: if it has no optimizer that is read here.
+        """
+        raise GptlmError(
+            f"no optimizer is read from this kind of checkpoint ({self.found}); convert without --with_optimizer"
+        )
+
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Name, kind ("exp_avg", "exp_avg_sq", "master") and value, laid out as the weight, of every state.
+
+        Raises:
+            GptlmError: if one is missing, or of another shape.
+        """
+        raise NotImplementedError
+
     def cut_vocabulary(self, rows: int, true: int | None, asked: Asked, why: str) -> None:
         """Settle `shape.vocab_size`: `rows` are stored, `true` is what the checkpoint knows.
 
         Raises:
             GptlmError: if more is asked for than is stored.
         """
-        size = asked.vocab_size or true or rows
+        size = asked.vocab_size or (rows if asked.keep_padding else true) or rows
         if asked.vocab_size and size > rows:
             raise GptlmError(f"--vocab_size {size}: the embedding in {self.found.folder} has {rows} rows; give less")
         size = min(size, rows)
@@ -105,16 +130,21 @@ class Source(ABC):
         if size < rows:
             reason = "--vocab_size" if asked.vocab_size else why
             self.notes.append(f"the embedding is cut from {rows} rows to {size} ({reason}); the others are padding")
-        elif true is None:
+        elif true is None or true < rows:
             self.notes.append(f"all {rows} rows of the embedding are kept (--vocab_size N cuts padding)")
 
 
 class Sharded(Source):
-    """A checkpoint in groups of files (pipeline stages or layers), each cut over tensor ranks; one group is held."""
+    """A checkpoint in groups of files (pipeline stages or layers), each cut over tensor ranks; one group is held.
+
+    Attributes:
+        kind: what is read: the weights, or a state of the optimizer laid out as they are.
+    """
 
     def __init__(self, found: Found):
         super().__init__(found)
-        self._held: tuple[int, list[dict[str, Tensor]]] | None = None
+        self._held: tuple[tuple[int, str], list[dict[str, Tensor]]] | None = None
+        self.kind = WEIGHT
 
     @abstractmethod
     def group_of(self, name: str) -> int:
@@ -123,6 +153,19 @@ class Sharded(Source):
     @abstractmethod
     def load_group(self, group: int) -> list[dict[str, Tensor]]:
         """The stored pieces of each tensor rank by GPT-2's names."""
+
+    def has_masters(self) -> bool:
+        """Whether float32 copies of half-precision weights are among the states."""
+        return False
+
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        for kind in (*MOMENTS, *(["master"] if self.has_masters() else [])):
+            self.kind = kind
+            try:
+                for name, tensor in self.weights():
+                    yield name, kind, tensor
+            finally:
+                self.kind = WEIGHT
 
     @abstractmethod
     def join(self, name: str, pieces: list[Tensor]) -> Tensor:
@@ -138,18 +181,22 @@ class Sharded(Source):
         ranks = self.hold(group)
         for rank, stored in enumerate(ranks):
             if name not in stored:
-                raise GptlmError(f"{self.found.files[group][rank]} lacks {self.foreign_name(name)} ({name})")
+                raise GptlmError(f"{self.found.files[group][rank]} lacks {self._called(name)}")
         return [stored[name] for stored in ranks]
 
     def hold(self, group: int) -> list[dict[str, Tensor]]:
         """The pieces of `group`, which stay until another group is asked for."""
-        if self._held is None or self._held[0] != group:
+        if self._held is None or self._held[0] != (group, self.kind):
             self._held = None  # before the next one is read
-            self._held = (group, self.load_group(group))
+            self._held = ((group, self.kind), self.load_group(group))
         return self._held[1]
 
     def read(self, name: str) -> Tensor:
         return self.join(name, self.pieces(name))
+
+    def _called(self, name: str) -> str:
+        what = "" if self.kind == WEIGHT else f"{self.kind} of "
+        return f"{what}{self.foreign_name(name)} ({name})"
 
     def foreign_name(self, name: str) -> str:
         """How the checkpoint's own library calls `name`, for messages."""
@@ -179,11 +226,21 @@ def check_variants(values: Mapping[str, Any], variants: dict[str, tuple[tuple[ob
 
 
 def join_equal(pieces: list[Tensor], name: str, where: Path) -> Tensor:
-    """What every rank holds whole.
+    """What every rank holds whole; where ranks have drifted apart by rounding, their mean, which is said.
 
     Raises:
-        GptlmError: if they differ.
+        GptlmError: if they differ by more.
     """
-    if any(not torch.equal(pieces[0], piece) for piece in pieces[1:]):
+    if all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
+        return pieces[0]
+    if not all(near(pieces[0], piece) for piece in pieces[1:]):
         raise GptlmError(f"{where}: the tensor ranks hold different {name}, which should be one; copy it again")
-    return pieces[0]
+    logger.warning("the tensor ranks hold slightly different %s; their mean is taken", name)
+    return torch.stack([piece.float() for piece in pieces]).mean(0).to(pieces[0].dtype)
+
+
+def near(one: Tensor, other: Tensor) -> bool:
+    """Whether the two are copies of one weight, which rounding may have moved apart."""
+    if one.shape != other.shape:
+        return False
+    return float((one.float() - other.float()).abs().max()) <= DRIFT * float(one.float().abs().max())

@@ -1,6 +1,8 @@
 """Megatron's and Megatron-DeepSpeed's words in a checkpoint: names of tensors and of arguments."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # Part of a layer there (older classic code, newer classic code, megatron-core) -> part of a layer of GPT-2.
 MODULES = {
@@ -73,6 +75,14 @@ VARIANTS: dict[str, tuple[tuple[object, ...], str]] = {
     "apply_layernorm_1p": ((None, False), "layer norms that add 1 to their weight"),
     "num_experts": ((None, 0, 1, [1]), "a mixture of experts"),
 }
+
+
+def consumed(arguments: Mapping[str, Any], iterations: int) -> int | None:
+    """Samples that training has read: noted, or iterations of one batch size."""
+    noted, batch = arguments.get("consumed_train_samples"), arguments.get("global_batch_size")
+    if noted is not None and (noted or not iterations):
+        return int(noted)
+    return iterations * int(batch) if batch and not arguments.get("rampup_batch_size") else None
 
 
 def written_arguments(

@@ -23,6 +23,9 @@ class ConvertArguments:
     to: str = arg("hf", "the form that is written", choices=FORMS)
     output: str | None = arg(None, "new or empty folder for it")
     dtype: str = arg("keep", "of the written weights", choices=("keep", "float32", "bfloat16", "float16"))
+    with_optimizer: bool = arg(
+        False, "hf: also Adam's moments and step, as output/checkpoint-N, which a run with that output_dir goes on from"
+    )
     verify: bool = arg(True, "compare the logits of a fixed batch before and after; over 1e-3 is an error")
     tokenizer_name_or_path: str | None = arg(None, "tokenizer to put beside the weights; unset: the checkpoint's")
 
@@ -33,6 +36,9 @@ class ReadingArguments:
 
     vocab_size: int | None = arg(None, "true entries of the vocabulary; the embedding's rows after them are cut")
     num_attention_heads: int | None = arg(None, "attention heads, where the checkpoint has no arguments")
+    consumed_samples: int | None = arg(
+        None, "with_optimizer: samples that training has read, where the checkpoint does not say it"
+    )
     activation: str | None = arg(
         None, "GELU's form, where the checkpoint does not say it: tanh or erf", choices=("gelu_new", "gelu")
     )
@@ -87,4 +93,8 @@ def _problems(parsed: Parsed) -> list[str]:
         given = [name for name in names if parsed.sources[name] != "default"]
         if given and values["to"] != form:
             problems.append(f"{parsed.typed_as(given[0])} is for --to {form}; the command says --to {values['to']}")
+    if values["with_optimizer"] and values["to"] != "hf":
+        problems.append(f"{parsed.typed_as('with_optimizer')}: states of the optimizer are written with --to hf only")
+    if values["consumed_samples"] is not None and values["consumed_samples"] < 0:
+        problems.append(f"{parsed.typed_as('consumed_samples')} {values['consumed_samples']}: expected 0 or more")
     return problems

@@ -76,7 +76,8 @@ def take_foreign_start(parsed: Parsed) -> None:
         folder = _converted(Path(name), found, parsed)
         parsed.note(
             f"{parsed.typed_as(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the "
-            f"run starts at step 0 with its weights, read from {folder}; its optimizer is not taken"
+            f"run starts at step 0 with its weights, read from {folder} (gptlm convert --with_optimizer takes Adam's "
+            "moments and the step along)"
         )
         parsed.set("model_name_or_path", str(folder), parsed.sources[flag])
         parsed.set("continue_training", True, parsed.sources[flag])

@@ -26,6 +26,7 @@ from gptlm.errors import GptlmError, UsageError
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import load_tokenizer
 from gptlm.recipes.convert_adapters import convert_adapters
+from gptlm.recipes.convert_states import finish_checkpoint, start_checkpoint
 from gptlm.recipes.model import tokenizer_folder
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
@@ -100,13 +101,17 @@ def convert_checkpoint(path: Path, conversion: Conversion) -> None:
 
 def _convert(path: Path, folder: Path, conversion: Conversion) -> None:
     reading = conversion.reading
-    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation)
+    with_states = conversion.main.with_optimizer
+    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation, keep_padding=with_states)
     with opened(path, asked, folder) as source:
         _check(source, conversion)
+        place = start_checkpoint(source, folder) if with_states else folder
         tokenizer = _tokenizer(path, conversion)
-        _write(source, folder, conversion, tokenizer)
+        _write(source, place, conversion, tokenizer)
         if conversion.main.verify:
-            _verify(source, folder, conversion)
+            _verify(source, place, conversion)
+        if with_states:
+            finish_checkpoint(source, place, reading.consumed_samples)
 
 
 def _check(source: Source, conversion: Conversion) -> None:

@@ -141,9 +141,9 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
-    """One line per value that is not what it was when the checkpoint was written."""
+    """One line per value that is not what it was when the checkpoint was written, as far as that was noted."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
         for name, value in facts[kind].items():
             before = start.facts.get(kind, {}).get(name)
-            if before != value:
+            if before != value and start.facts.get(kind):
                 logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, value, meaning)

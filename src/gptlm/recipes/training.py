@@ -79,6 +79,7 @@ def trainer_arguments(
         "consumed_samples": start.facts["consumed_samples"] if start else 0,
         "consumed_steps": start.facts["global_step"] if start else 0,
         "loss_sum": start.facts["loss_sum"] if start else 0.0,
+        "steps_without_loss": start.facts.get("steps_without_loss", 0) if start else 0,
         "facts": facts,
         "run_file": run.as_arguments(),
         "loss_scale": _loss_scale(run, deepspeed) if machine.precision == "fp16" else None,

@@ -198,8 +198,8 @@ class SavingTrainer(LayoutTrainer):
         if self.weights_only or before != (self.args.world_size, self._layout()):
             torch.manual_seed(self.dropout_seed + 1_000_003 * facts["global_step"])
             logger.info(
-                "%d processes in another layout wrote the checkpoint, %d go on: dropout draws new numbers",
-                facts["world_size"],
+                "%s processes in another layout wrote the checkpoint, %d go on: dropout draws new numbers",
+                facts["world_size"] or "another library's",
                 self.args.world_size,
             )
             return

@@ -45,6 +45,7 @@ class PretrainTrainer(SavingTrainer):
         seq_length: tokens per sample, for the speed in the log.
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
         loss_sum: sum of the losses of the steps before, for the mean over the whole run.
+        steps_without_loss: steps before that are not in `loss_sum`; another library made them.
         process_memory: add the process's memory to the log line.
         log_format: whose lines are printed, see log_formats.py.
         flops_per_sample: floating-point operations of one sample, for a log line.
@@ -59,6 +60,7 @@ class PretrainTrainer(SavingTrainer):
         consumed_samples: int = 0,
         consumed_steps: int = 0,
         loss_sum: float = 0.0,
+        steps_without_loss: int = 0,
         process_memory: bool = False,
         log_format: str = "paddlenlp",
         flops_per_sample: float = 0.0,
@@ -69,7 +71,7 @@ class PretrainTrainer(SavingTrainer):
         self.compute_metrics = mean_loss
         self.schedule = schedule
         self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
-        self.loss_sum = loss_sum
+        self.loss_sum, self.steps_without_loss = loss_sum, steps_without_loss
         self.process_memory = process_memory
         self.log_format, self._title_due = FORMATS[log_format], True
         self.flops_per_sample = flops_per_sample
@@ -203,8 +205,8 @@ class PretrainTrainer(SavingTrainer):
 
     def mean_loss(self, mean_since_start: float) -> float:
         """Mean training loss over all steps of the run, from the mean over those since this start."""
-        steps = self.state.global_step - self.start_step
-        return (self.start_loss_sum + mean_since_start * steps) / max(self.state.global_step, 1)
+        steps, counted = self.state.global_step - self.start_step, self.state.global_step - self.steps_without_loss
+        return (self.start_loss_sum + mean_since_start * steps) / max(counted, 1)
 
     # Log --------------------------------------------------------------------------------------------------------
 
@@ -283,5 +285,6 @@ class PretrainTrainer(SavingTrainer):
             **super()._manifest(),
             "consumed_samples": self.consumed_samples,
             "loss_sum": self.loss_sum,
+            "steps_without_loss": self.steps_without_loss,
             "global_batch_size": self.samples_per_step,
         }
