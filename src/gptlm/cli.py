@@ -45,8 +45,9 @@ With --print_config nothing is run: the resolved run, the origin of each value a
 
 def pretrain(argv: Sequence[str]) -> int | None:
     words, printing = _without_print_config(argv)
-    words = with_layout(words, os.environ)
-    run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), None if printing else _convert)
+    convert_first = None if printing else _convert
+    words = with_conversions(lambda: with_layout(words, os.environ), convert_first)
+    run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), convert_first)
     if printing:
         _print_run(run)
         return None
@@ -189,7 +190,7 @@ def data(argv: Sequence[str]) -> None:
 def _convert(needed: ConversionNeeded) -> None:
     from gptlm.recipes.convert import convert_once
 
-    convert_once(needed.path, needed.folder, needed.heads)
+    convert_once(needed.path, needed.folder, needed.heads, needed.vocabulary)
 
 
 def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:

@@ -82,12 +82,13 @@ def padded_embedding(weights, rank, ranks):
 
 
 def arguments(ranks, stages, **more):
-    return argparse.Namespace(
-        num_layers=LAYERS, hidden_size=WIDE, num_attention_heads=HEADS, max_position_embeddings=POSITIONS,
-        padded_vocab_size=128 * ranks, make_vocab_size_divisible_by=128, tokenizer_type="GPT2BPETokenizer",
-        tensor_model_parallel_size=ranks, pipeline_model_parallel_size=stages,
-        params_dtype=torch.float32, **{"bias_gelu_fusion": True, **more},
-    )  # fmt: skip
+    plain = {
+        "num_layers": LAYERS, "hidden_size": WIDE, "num_attention_heads": HEADS, "max_position_embeddings": POSITIONS,
+        "padded_vocab_size": 128 * ranks, "make_vocab_size_divisible_by": 128, "tokenizer_type": "GPT2BPETokenizer",
+        "tensor_model_parallel_size": ranks, "pipeline_model_parallel_size": stages, "params_dtype": torch.float32,
+        "bias_gelu_fusion": True,
+    }  # fmt: skip
+    return argparse.Namespace(**{**plain, **more})
 
 
 def write_megatron(model, root, version, ranks, stages, names=NEW, **more) -> Path:

@@ -172,6 +172,9 @@ def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activati
         ({"normalization": "RMSNorm"}, "another norm"),
         ({"num_experts": 8}, "mixture of experts"),
         ({"kv_channels": 8}, "heads of 8 x 4"),
+        ({"num_attention_heads": 3}, "a width of 16 is not 3 equal heads"),
+        ({"num_layers": "x"}, "says num_hidden_layers is 'x'"),
+        ({"make_vocab_size_divisible_by": 0}, "its content is laid out otherwise"),
     ],
 )
 def test_other_networks_are_refused_by_name(tmp_path, more, says):
@@ -206,6 +209,13 @@ def test_gaps_and_damage_are_named(tmp_path):
     stack["layers.1.mlp.dense_4h_to_h.bias"] = torch.ones(3)
     torch.save(content, file)
     fails("hold different transformer.h.3.mlp.c_proj.bias")
+    stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(32, 15)
+    torch.save(content, file)
+    fails("the pieces of transformer.h.3.mlp.c_fc.weight do not fit together")
+    stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(31, 16)
+    torch.save(content, file)
+    fails(r"transformer.h.3.mlp.c_fc.weight is \(16, 63\), expected \(16, 64\)")
+    stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(32, 16)
     content["model"]["word_embeddings_for_head"]["weight"] += 1
     stack["layers.1.mlp.dense_4h_to_h.bias"] = stock().state_dict()["transformer.h.3.mlp.c_proj.bias"]
     torch.save(content, file)

@@ -138,3 +138,18 @@ def test_what_cannot_be_converted_is_said(work, capsys):
     said = capsys.readouterr().err
     assert "does not say how many heads" in said and "gptlm convert --from . has flags" in said
     assert not list((work / "cache/gptlm/converted").glob("[!.]*"))
+
+
+def test_megatrons_own_command_goes_on(work, capsys):
+    """The checkpoint of two tensor ranks has 256 rows; one rank pads the command's 50 entries to 128."""
+    write_megatron(stock(), work / "old", 2.0, 2, 2)
+    words = (
+        "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 12 "
+        "--micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1e-9 --data-path data/c --vocab-size 50 "
+        "--split 90,10,0 --load old --save new --device cpu"
+    )
+    assert main(["pretrain", *words.split()]) == 0, capsys.readouterr().err
+    assert "cut from 256 rows to 50" in capsys.readouterr().out
+    trained = load_file("new/model.safetensors")
+    assert trained["transformer.wte.weight"].shape == (128, 16)
+    assert torch.allclose(trained["transformer.wte.weight"][:50], stock().transformer.wte.weight, rtol=0, atol=1e-6)

@@ -16,7 +16,7 @@ from gptlm.checkpoints.kinds import Found
 from gptlm.checkpoints.megatron_states import adam_steps, has_masters, states_of
 from gptlm.checkpoints.naming import LAST, MATRICES, WPE, WTE, layer_and_part
 from gptlm.checkpoints.pickles import StandIn, read_torch
-from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, first, join_equal, near
+from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal, near
 from gptlm.errors import GptlmError
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
 
@@ -156,7 +156,7 @@ class MegatronSource(Sharded):
             raise GptlmError(f"{self.found.folder} does not say how many layers it has, and is cut into stages")
         sizes["num_attention_heads"] = heads or self.heads_by_size(sizes["num_hidden_layers"], sizes["hidden_size"])
         sizes.setdefault("intermediate_size", 4 * sizes["hidden_size"])
-        self.shape = Shape(**sizes, vocab_size=1)
+        self.shape = checked_shape({**sizes, "vocab_size": 1}, self.found.folder)
         rows = embedding * len(self.found.files[0])
         self.cut_vocabulary(rows, self._true_vocabulary(rows), asked, self._why_cut())
         self.activation = _activation(values, asked, self.found.folder, self.notes)

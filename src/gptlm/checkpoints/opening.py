@@ -35,10 +35,21 @@ def opened(path: Path, asked: Asked, scratch: Path | None = None) -> Iterator[So
             path = Path(folder)
         found = recognise(path)
         logger.info("%s is a checkpoint of %s", path, found)
-        source = _source(found, asked)
+        source = _opened(found, asked)
         for note in source.notes:
             logger.info("%s", note)
         yield source
+
+
+def _opened(found: Found, asked: Asked) -> Source:
+    try:
+        return _source(found, asked)
+    except GptlmError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise GptlmError(
+            f"{found.folder} looks like a checkpoint of {found}, but its content is laid out otherwise ({error!r})"
+        ) from error
 
 
 def _source(found: Found, asked: Asked) -> Source:

@@ -17,10 +17,10 @@ from gptlm.checkpoints.kinds import Found
 from gptlm.checkpoints.naming import WPE, WTE, layer_and_part
 from gptlm.checkpoints.paddle_arrays import tensors_of
 from gptlm.checkpoints.paddle_states import MASTERS, SCHEDULE, optimizer_of, states_of
-from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, first, join_equal
+from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
 from gptlm.errors import GptlmError
 from gptlm.model.files import check_safetensors
-from gptlm.model.presets import Shape, read_config
+from gptlm.model.presets import read_config
 
 CONFIG, OLD_CONFIG = "config.json", "model_config.json"
 SAME_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and FleetX compute the tanh form for "gelu"
@@ -130,8 +130,8 @@ class PaddleSource(Sharded):
         sizes |= {name: value for name, value in measured.items() if not sizes[name]}
         if not sizes["num_attention_heads"]:
             sizes["num_attention_heads"] = self.heads_by_size(sizes["num_hidden_layers"], sizes["hidden_size"])
+        self.shape = checked_shape(sizes, where)
         true = sizes["vocab_size"] if sizes["vocab_size"] < measured["vocab_size"] else None
-        self.shape = Shape(**sizes)
         self.cut_vocabulary(measured["vocab_size"], true, asked, "its configuration")
         self.dropouts = (float(values.get(words.DROPOUT, 0.1)), float(values.get(words.ATTENTION_DROPOUT, 0.1)))
 

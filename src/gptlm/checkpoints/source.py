@@ -31,6 +31,7 @@ class Asked:
     Attributes:
         vocab_size: true entries; the rows after them are padding.
         num_attention_heads, activation: count where the checkpoint does not have them.
+        may_grow: `vocab_size` may be more than is stored, and is cut to that.
         keep_padding: the embedding keeps the rows of padding, too, which take part in the loss.
     """
 
@@ -38,6 +39,7 @@ class Asked:
     num_attention_heads: int | None = None
     activation: str | None = None
     keep_padding: bool = False
+    may_grow: bool = False
 
 
 class Source(ABC):
@@ -72,7 +74,11 @@ class Source(ABC):
         Raises:
             GptlmError: if it is missing or of another shape.
         """
-        tensor, wanted = self.read(name), shape_of(name, self.shape)
+        wanted = shape_of(name, self.shape)
+        try:
+            tensor = self.read(name)
+        except (RuntimeError, IndexError) as error:  # pieces that cannot be put together
+            raise GptlmError(f"{self.found.folder}: the pieces of {name} do not fit together: {error}") from error
         if name == WTE and len(tensor) > wanted[0]:
             tensor = tensor[: wanted[0]]
         if tuple(tensor.shape) != wanted:
@@ -123,7 +129,7 @@ class Source(ABC):
             GptlmError: if more is asked for than is stored.
         """
         size = asked.vocab_size or (rows if asked.keep_padding else true) or rows
-        if asked.vocab_size and size > rows:
+        if asked.vocab_size and size > rows and not asked.may_grow:
             raise GptlmError(f"--vocab_size {size}: the embedding in {self.found.folder} has {rows} rows; give less")
         size = min(size, rows)
         self.shape = replace(self.shape, vocab_size=size)
@@ -206,6 +212,22 @@ class Sharded(Source):
 def first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """The first of `names` that `values` has."""
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def checked_shape(sizes: Mapping[str, Any], where: Path) -> Shape:
+    """The sizes of the checkpoint in `where`.
+
+    Raises:
+        GptlmError: if one is no positive whole number, or heads do not divide the width.
+    """
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise GptlmError(f"{where} says {name} is {value!r}; expected a positive whole number")
+    if sizes["hidden_size"] % sizes["num_attention_heads"]:
+        raise GptlmError(
+            f"{where}: a width of {sizes['hidden_size']} is not {sizes['num_attention_heads']} equal heads"
+        )
+    return Shape(**sizes)
 
 
 def usual_heads(layers: int, width: int) -> int | None:

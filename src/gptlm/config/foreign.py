@@ -20,15 +20,15 @@ class ConversionNeeded(GptlmError):
     Attributes:
         path: the checkpoint.
         folder: where it goes.
-        heads: its attention heads, as far as the command says them.
+        heads, vocabulary: its attention heads and true entries, as far as the command says them.
     """
 
-    def __init__(self, path: Path, found: Found, folder: Path, heads: int | None):
+    def __init__(self, path: Path, found: Found, folder: Path, heads: int | None, vocabulary: int | None):
         super().__init__(
             f"{path} is a checkpoint of {found}, which has to be converted first: start without --print_config, or "
             f"use gptlm convert --from {path} --output DIR, and give DIR"
         )
-        self.path, self.folder, self.heads = path, folder, heads
+        self.path, self.folder, self.heads, self.vocabulary = path, folder, heads, vocabulary
 
 
 def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionNeeded], None] | None) -> Result:
@@ -84,17 +84,18 @@ def take_foreign_start(parsed: Parsed) -> None:
 
 
 def _converted(path: Path, found: Found, parsed: Parsed) -> Path:
-    folder, heads = cache_folder(path, found), parsed.values.get("num_attention_heads")
+    heads, vocabulary = (parsed.values.get(name) for name in ("num_attention_heads", "vocab_size"))
+    folder = cache_folder(path, found, vocabulary)
     if not (folder / CONFIG).is_file():
-        raise ConversionNeeded(path, found, folder, heads)
+        raise ConversionNeeded(path, found, folder, heads, vocabulary)
     return folder
 
 
-def cache_folder(path: Path, found: Found) -> Path:
-    """Where the converted form of the checkpoint in `path` lies; another one when its files change."""
+def cache_folder(path: Path, found: Found, vocabulary: int | None) -> Path:
+    """Where the converted form of the checkpoint in `path` lies; another one when its files or entries change."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = Path(os.environ.get("HF_HOME") or cache).expanduser()
-    marks = [str(path.resolve())]
+    marks = [str(path.resolve()), str(vocabulary)]
     for stage in found.files:
         marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in stage if file.is_file()]
     mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]

@@ -49,8 +49,12 @@ def convert(conversion: Conversion) -> None:
     convert_checkpoint(path, conversion)
 
 
-def convert_once(path: Path, folder: Path, heads: int | None) -> None:
+def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | None) -> None:
     """Convert the checkpoint in `path` into `folder` of the cache, by one of the processes that want it.
+
+    Args:
+        heads: of its attention, where it does not say them.
+        vocabulary: its true entries; where it has fewer rows, training adds the others.
 
     Raises:
         GptlmError: as `convert_checkpoint`.
@@ -66,13 +70,17 @@ def convert_once(path: Path, folder: Path, heads: int | None) -> None:
         logger.info("%s is converted once, into %s", path, folder)
         main = ConvertArguments(source=str(path), output=str(folder))
         try:
-            convert_checkpoint(path, Conversion(main, ReadingArguments(num_attention_heads=heads), WritingArguments()))
+            reading = ReadingArguments(num_attention_heads=heads, vocab_size=vocabulary)
+            convert_checkpoint(path, Conversion(main, reading, WritingArguments()), may_grow=True)
         except GptlmError as error:
             raise GptlmError(f"{error} (gptlm convert --from {path} has flags for what is open)") from error
 
 
-def convert_checkpoint(path: Path, conversion: Conversion) -> None:
+def convert_checkpoint(path: Path, conversion: Conversion, *, may_grow: bool = False) -> None:
     """Write the checkpoint in `path` as `conversion` says; nothing is left of it if that fails.
+
+    Args:
+        may_grow: more entries of the vocabulary may be asked for than there are, which changes nothing yet.
 
     Raises:
         GptlmError: if it cannot be read or written, or the result computes other logits.
@@ -90,7 +98,7 @@ def convert_checkpoint(path: Path, conversion: Conversion) -> None:
             if kind_of(path):
                 convert_adapters(path, staging, conversion)
             else:
-                _convert(path, staging, conversion)
+                _convert(path, staging, conversion, may_grow)
         if output.is_dir():
             output.rmdir()
         staging.rename(output)
@@ -99,10 +107,16 @@ def convert_checkpoint(path: Path, conversion: Conversion) -> None:
     logger.info("written to %s", output)
 
 
-def _convert(path: Path, folder: Path, conversion: Conversion) -> None:
+def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -> None:
     reading = conversion.reading
     with_states = conversion.main.with_optimizer
-    asked = Asked(reading.vocab_size, reading.num_attention_heads, reading.activation, keep_padding=with_states)
+    asked = Asked(
+        reading.vocab_size,
+        reading.num_attention_heads,
+        reading.activation,
+        keep_padding=with_states,
+        may_grow=may_grow,
+    )
     with opened(path, asked, folder) as source:
         _check(source, conversion)
         place = start_checkpoint(source, folder) if with_states else folder
