@@ -77,7 +77,7 @@ def merge_lora(argv: Sequence[str]) -> None:
     if printing:
         print(resolve_merge(words).as_json())
         return
-    arguments = parse_merge(words)
+    arguments = with_conversions(lambda: parse_merge(words), _convert)
     settings_of(Path(arguments.lora_path or ""))
     from gptlm.recipes.merge_lora import merge_lora as recipe
 
@@ -190,7 +190,7 @@ def data(argv: Sequence[str]) -> None:
 def _convert(needed: ConversionNeeded) -> None:
     from gptlm.recipes.convert import convert_once
 
-    convert_once(needed.path, needed.folder, needed.heads, needed.vocabulary)
+    convert_once(needed.path, needed.result.parent, needed.heads, needed.vocabulary)
 
 
 def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:

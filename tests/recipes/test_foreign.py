@@ -1,7 +1,9 @@
 """Checkpoints of other libraries where a model is expected: training, fine-tuning, evaluating and predicting."""
 
 import json
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -153,3 +155,30 @@ def test_megatrons_own_command_goes_on(work, capsys):
     trained = load_file("new/model.safetensors")
     assert trained["transformer.wte.weight"].shape == (128, 16)
     assert torch.allclose(trained["transformer.wte.weight"][:50], stock().transformer.wte.weight, rtol=0, atol=1e-6)
+
+
+def test_paddles_adapters_are_merged_trained_and_predicted_with(old, capsys):
+    """Adapters of q, k and v apart on the model of 2 layers and 16 dims; q of layer 1 is compared by hand."""
+    rng = np.random.RandomState(0)
+    arrays = {
+        f"gpt.decoder.layers.{layer}.self_attn.{name}_proj.lora_{half}": rng.randn(*shape).astype(np.float32)
+        for layer in range(2)
+        for name in "qkv"
+        for half, shape in (("A", (16, 2)), ("B", (2, 16)))
+    }
+    (old / "adapters").mkdir()
+    (old / "adapters/lora_model_state.pdparams").write_bytes(pickle.dumps(arrays))
+    (old / "adapters/lora_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
+    words = ["--model_name_or_path", "old", "--lora_path", "adapters"]
+    assert main(["merge-lora", *words, "--output_path", "merged"]) == 0, capsys.readouterr().err
+    name, place = "transformer.h.1.attn.c_attn.weight", "gpt.decoder.layers.1.self_attn.q_proj.lora_"
+    change = load_file("merged/model.safetensors")[name] - load_file("plain/model.safetensors")[name]
+    assert torch.allclose(change[:, :16], torch.from_numpy(2 * arrays[f"{place}A"] @ arrays[f"{place}B"]), atol=1e-5)
+    assert main(["predict", *words, "--prompt", "the cat", "--tgt_length", "2", "--device", "cpu"]) == 0
+    assert "adapters holds adapters of PaddleNLP; they are read from" in capsys.readouterr().out
+    (old / "examples.jsonl").write_text(json.dumps({"src": "the cat", "tgt": "sat"}) + "\n")
+    more = "--dataset_name_or_path examples.jsonl --output_dir lora --max_steps 1 --do_train --src_length 8".split()
+    assert main(["sft", *words, *more, "--tgt_length", "8", "--device", "cpu"]) == 0, capsys.readouterr().err
+    assert json.loads((old / "lora/adapter_config.json").read_text())["r"] == 6
+    assert main(["predict", "--model_name_or_path", "adapters", "--prompt", "the", "--device", "cpu"]) == 1
+    assert "adapters holds adapters of PaddleNLP, not a model" in capsys.readouterr().err

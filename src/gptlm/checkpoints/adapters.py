@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptlm.checkpoints import spellings_paddle as words
+from gptlm.checkpoints.kinds import PADDLE_ADAPTERS, holds_paddle_adapters
 from gptlm.checkpoints.naming import layer_and_part
 from gptlm.checkpoints.paddle import configuration, gpt2_name
 from gptlm.checkpoints.paddle_arrays import tensors_of
@@ -27,7 +28,6 @@ from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
 from gptlm.model.files import check_safetensors
 
 PADDLE_CONFIG = "lora_config.json"
-PADDLE_WEIGHTS = ("lora_model_state.pdparams", "lora_model_state.safetensors", "peft_model.safetensors")
 PEFT_PREFIX = "base_model.model."
 PLAIN = {"use_dora": (None, False), "use_rslora": (None, False), "bias": (None, "none"), "rank_pattern": (None, {})}
 ODD = ("rslora", "pissa", "lorapro", "trainable_bias", "lora_use_mixer", "use_mora", "nola")  # other maths there
@@ -63,7 +63,7 @@ class Adapters:
 
 def kind_of(folder: Path) -> str | None:
     """Whose adapters `folder` holds: paddle, peft, or None."""
-    if any((folder / name).is_file() for name in (PADDLE_CONFIG, *PADDLE_WEIGHTS)):
+    if holds_paddle_adapters(folder) or (folder / PADDLE_CONFIG).is_file():
         return "paddle"
     return "peft" if (folder / CONFIG).is_file() else None
 
@@ -78,9 +78,9 @@ def read_paddle(folder: Path, heads: int | None) -> Adapters:
         GptlmError: if files are missing or damaged, or the adapters are of another kind.
     """
     settings = _settings(folder)
-    weights = next((folder / name for name in PADDLE_WEIGHTS if (folder / name).is_file()), None)
+    weights = next((folder / name for name in PADDLE_ADAPTERS if (folder / name).is_file()), None)
     if weights is None:
-        raise GptlmError(f"{folder} holds no {PADDLE_WEIGHTS[0]}; copy the adapters again")
+        raise GptlmError(f"{folder} holds no {PADDLE_ADAPTERS[0]}; copy the adapters again")
     heads = first(configuration(folder), words.SIZES["num_attention_heads"]) or heads
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors_of(weights).items():
@@ -170,7 +170,7 @@ def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, he
         "tensor_parallel_degree": 1,
     }
     (folder / PADDLE_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    with (folder / PADDLE_WEIGHTS[0]).open("wb") as file:
+    with (folder / PADDLE_ADAPTERS[0]).open("wb") as file:
         pickle.dump(arrays, file, protocol=4)
 
 

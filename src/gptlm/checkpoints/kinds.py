@@ -27,6 +27,7 @@ DEEPSPEED_LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
 FLEETX_RANK = re.compile(r"mp_(\d+)_sharding_(\d+)(?:_pp_(\d+))?")
 PADDLE_FILE = re.compile(r"^model_state(?:\.(?:tp(\d+))?_?(?:pp(\d+))?)?\.pdparams$")
 FLEETX_FOLDER = re.compile(r"^epoch_\d+_step_(\d+)$")
+PADDLE_ADAPTERS = ("lora_model_state.pdparams", "lora_model_state.safetensors", "peft_model.safetensors")
 OTHER = {
     "*.distcp": "a distributed checkpoint of megatron-core; save it there with --ckpt-format torch",
     "iter*_snapshot": "a OneFlow snapshot; OneFlow alone reads it",
@@ -70,6 +71,8 @@ def recognise(path: Path) -> Found:
     for pattern, what in OTHER.items():
         if path.match(pattern) or (path.is_dir() and next(path.glob(pattern), None)):
             raise GptlmError(f"{path} is {what}")
+    if holds_paddle_adapters(path):
+        raise GptlmError(f"{path} holds adapters of PaddleNLP, not a model: give its model, and {path} as --lora_path")
     found = _file(path) if path.is_file() else _folder(path)
     if found is None:
         raise GptlmError(
@@ -88,6 +91,11 @@ def find_foreign(path: Path) -> Found | None:
             return None
         raise
     return None if found.kind == "hf" else found
+
+
+def holds_paddle_adapters(folder: Path) -> bool:
+    """Whether `folder` holds LoRA adapters that PaddleNLP wrote."""
+    return any((folder / name).is_file() for name in PADDLE_ADAPTERS)
 
 
 def is_zip_of_files(path: Path) -> bool:

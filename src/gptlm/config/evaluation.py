@@ -8,7 +8,7 @@ from gptlm.config import spellings
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import evaluation_words
-from gptlm.config.foreign import take_foreign_model
+from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
 from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.data.order import parse_split
@@ -118,6 +118,7 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     """
     parsed = parse(EVALUATE, argv)
     take_foreign_model(parsed)
+    take_foreign_adapters(parsed)
     _settle_task(parsed)
     problems = [*_numbers(parsed), *_missing(parsed, printing), *_device(parsed, processes)]
     if parsed.refusals and not printing:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gptlm.checkpoints.kinds import Found, find_foreign
+from gptlm.checkpoints.kinds import Found, find_foreign, holds_paddle_adapters
 from gptlm.config.parser import Parsed
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import CONFIG as ADAPTER_CONFIG
 
 CONFIG = "config.json"
 Result = TypeVar("Result")
@@ -19,16 +20,16 @@ class ConversionNeeded(GptlmError):
 
     Attributes:
         path: the checkpoint.
-        folder: where it goes.
+        result: the file that is there once it has been converted, in a folder of its own.
         heads, vocabulary: its attention heads and true entries, as far as the command says them.
     """
 
-    def __init__(self, path: Path, found: Found, folder: Path, heads: int | None, vocabulary: int | None):
+    def __init__(self, path: Path, what: str, result: Path, heads: int | None, vocabulary: int | None = None):
         super().__init__(
-            f"{path} is a checkpoint of {found}, which has to be converted first: start without --print_config, or "
-            f"use gptlm convert --from {path} --output DIR, and give DIR"
+            f"{path} is {what}, which has to be converted first: start without --print_config, or use gptlm convert "
+            f"--from {path} --output DIR, and give DIR"
         )
-        self.path, self.folder, self.heads, self.vocabulary = path, folder, heads, vocabulary
+        self.path, self.result, self.heads, self.vocabulary = path, result, heads, vocabulary
 
 
 def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionNeeded], None] | None) -> Result:
@@ -40,7 +41,7 @@ def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionN
             if convert is None:
                 raise
             convert(needed)
-            if not (needed.folder / CONFIG).is_file():
+            if not needed.result.is_file():
                 raise
 
 
@@ -57,6 +58,24 @@ def take_foreign_model(parsed: Parsed) -> None:
         folder = _converted(Path(name), found, parsed)
         parsed.note(f"{name} is a checkpoint of {found}; it is read from {folder}")
         parsed.set("model_name_or_path", str(folder), parsed.sources["model_name_or_path"])
+
+
+def take_foreign_adapters(parsed: Parsed) -> None:
+    """Let `lora_path` be the converted folder if it names adapters of PaddleNLP.
+
+    Raises:
+        ConversionNeeded: if they have not been converted yet.
+    """
+    name = parsed.values["lora_path"]
+    path = Path(name or "")
+    if not name or not holds_paddle_adapters(path):
+        return
+    folder = cache_folder(path, sorted(path.iterdir()), None)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        heads = parsed.values.get("num_attention_heads")
+        raise ConversionNeeded(path, "a folder of PaddleNLP's adapters", folder / ADAPTER_CONFIG, heads)
+    parsed.note(f"{name} holds adapters of PaddleNLP; they are read from {folder}")
+    parsed.set("lora_path", str(folder), parsed.sources["lora_path"])
 
 
 def take_foreign_start(parsed: Parsed) -> None:
@@ -85,18 +104,17 @@ def take_foreign_start(parsed: Parsed) -> None:
 
 def _converted(path: Path, found: Found, parsed: Parsed) -> Path:
     heads, vocabulary = (parsed.values.get(name) for name in ("num_attention_heads", "vocab_size"))
-    folder = cache_folder(path, found, vocabulary)
+    folder = cache_folder(path, [file for stage in found.files for file in stage], vocabulary)
     if not (folder / CONFIG).is_file():
-        raise ConversionNeeded(path, found, folder, heads, vocabulary)
+        raise ConversionNeeded(path, f"a checkpoint of {found}", folder / CONFIG, heads, vocabulary)
     return folder
 
 
-def cache_folder(path: Path, found: Found, vocabulary: int | None) -> Path:
+def cache_folder(path: Path, files: list[Path], vocabulary: int | None) -> Path:
     """Where the converted form of the checkpoint in `path` lies; another one when its files or entries change."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = Path(os.environ.get("HF_HOME") or cache).expanduser()
     marks = [str(path.resolve()), str(vocabulary)]
-    for stage in found.files:
-        marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in stage if file.is_file()]
+    marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
     mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]
     return root / "gptlm" / "converted" / f"{path.resolve().name}-{mark}"

@@ -9,7 +9,7 @@ from gptlm.config import spellings
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import generation_words
-from gptlm.config.foreign import take_foreign_model
+from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
 from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
@@ -91,6 +91,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
     """
     parsed = parse(PREDICT, argv)
     take_foreign_model(parsed)
+    take_foreign_adapters(parsed)
     if parsed.from_sections and not parsed.values["prompt"] and not parsed.values["input_file"]:
         parsed.set("prompt", [FLEETX_PROMPT], "default of fleetx")
     problems = [*_ranges(parsed.values), *_strategy(parsed), *_combinations(parsed.values)]

@@ -8,7 +8,7 @@ from typing import Any
 from gptlm.config import spellings
 from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
 from gptlm.config.checks import typed
-from gptlm.config.foreign import take_foreign_model, take_foreign_start
+from gptlm.config.foreign import take_foreign_adapters, take_foreign_model, take_foreign_start
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import resolve_strategies, resolve_world
 from gptlm.config.run import Run, resolve
@@ -95,6 +95,8 @@ def resolve_merge(argv: Sequence[str]) -> Parsed:
     missing = [f"--{name} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
     if missing:
         raise UsageError("\n".join(missing))
+    take_foreign_model(parsed)
+    take_foreign_adapters(parsed)
     return parsed
 
 
@@ -135,6 +137,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
     parsed = parse(SFT, argv)
     take_foreign_start(parsed)
     take_foreign_model(parsed)
+    take_foreign_adapters(parsed)
     resolve_world(parsed, environment, printing)
     resolve_strategies(parsed)
     source = find_model(parsed)
