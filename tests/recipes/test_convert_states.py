@@ -147,6 +147,36 @@ def test_from_paddle(run, tmp_path, monkeypatch, capsys, ranks, master):
     assert_goes_on(run, old, monkeypatch, capsys)
 
 
+def in_two(states):
+    """The shares of two sharding ranks: tensors dealt out, the schedule on both."""
+    names = [name for name in states if name != "LR_Scheduler"]
+    return [{name: states[name] for name in [*names[part::2], "LR_Scheduler"]} for part in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_from_paddles_sharding_ranks(run, tmp_path, monkeypatch, capsys, ranks):
+    old = write_paddle_with_optimizer(run, tmp_path / f"s{ranks}", ranks, False)
+    for file in list(old.glob("*.pdopt")):
+        for part, share in enumerate(in_two(pickle.loads(file.read_bytes()))):
+            mark = f"{'_' if ranks > 1 else '.'}shard{part:02d}.pdopt"
+            Path(str(file).replace(".pdopt", mark)).write_bytes(pickle.dumps(share))
+        file.unlink()
+    assert_goes_on(run, old, monkeypatch, capsys)
+
+
+def test_from_fleetxs_sharding_ranks(run, tmp_path, monkeypatch, capsys):
+    paddle = write_paddle_with_optimizer(run, tmp_path / "p", 2, False)
+    old = tmp_path / "epoch_1_step_2"
+    for rank in range(2):
+        shares = in_two(pickle.loads((paddle / f"optimizer.tp{rank:02d}.pdopt").read_bytes()))
+        for part, share in enumerate(shares):
+            folder = old / f"mp_{rank:02d}_sharding_{part:02d}_pp_00"
+            folder.mkdir(parents=True)
+            (folder / "model.pdparams").write_bytes((paddle / f"model_state.tp{rank:02d}.pdparams").read_bytes())
+            (folder / "model_state.pdopt").write_bytes(pickle.dumps(share))
+    assert_goes_on(run, old, monkeypatch, capsys, "--num_attention_heads", "4", "--consumed_samples", "4")
+
+
 def test_from_fleetx(run, tmp_path, monkeypatch, capsys):
     """The folder says the step; samples are asked for."""
     paddle = write_paddle_with_optimizer(run, tmp_path / "p", 1, False)
