@@ -6,6 +6,8 @@ the first. bfloat16 is stored as the bits of uint16 (paddle.save), in safetensor
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ from torch import Tensor
 from gptlm.checkpoints import spellings_paddle as words
 from gptlm.checkpoints.kinds import Found
 from gptlm.checkpoints.naming import WPE, WTE, layer_and_part
-from gptlm.checkpoints.paddle_arrays import tensors_of
+from gptlm.checkpoints.paddle_arrays import OnDisk, Renamed, tensors_of
 from gptlm.checkpoints.paddle_states import MASTERS, SCHEDULE, optimizer_of, states_of
 from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
 from gptlm.errors import GptlmError
-from gptlm.model.files import check_safetensors
 from gptlm.model.presets import read_config
 
 CONFIG, OLD_CONFIG = "config.json", "model_config.json"
@@ -53,8 +54,8 @@ class PaddleSource(Sharded):
             self.hold(self._unseen[0])
         return self._stage_of.get(name, self._stage_of.get(fused, 0))
 
-    def load_group(self, group: int) -> list[dict[str, Tensor]]:
-        ranks = [self._named(path, group) for path in self._rank_files(group)]
+    def load_group(self, group: int) -> Sequence[Mapping[str, Tensor]]:
+        ranks = [self._named(tensors, where, group) for tensors, where in self._ranks(group)]
         for name in ranks[0]:
             self._stage_of.setdefault(name, group)
         if group in self._unseen:
@@ -97,25 +98,27 @@ class PaddleSource(Sharded):
         heads = self.shape.num_attention_heads
         return tensor.unflatten(-1, (heads, 3, -1)).movedim(-2, -3).flatten(-3)
 
-    def _rank_files(self, group: int) -> tuple[Path, ...]:
-        return self.found.files[group]
+    def _ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
+        """What the files of a stage hold, and where it lies."""
+        read = tensors_of if self.kind == WEIGHT else partial(states_of, kind=self.kind)
+        return [(read(path), path) for path in self.found.files[group]]
 
-    def _named(self, path: Path, stage: int) -> dict[str, Tensor]:
-        stored, unknown = {}, []
-        tensors = tensors_of(path) if self.kind == WEIGHT else states_of(path, self.kind)
-        for name, tensor in tensors.items():
+    def _named(self, tensors: Mapping[str, Tensor], where: Path, stage: int) -> Mapping[str, Tensor]:
+        names: dict[str, str] = {}
+        unknown = []
+        for name in tensors:
             own = gpt2_name(name)
             if own in (WTE, WPE) and stage > 0:
                 continue  # a pipeline's copy for the head
             if own is not None:
-                stored[own] = tensor
+                names[own] = name
             elif name.endswith(words.HEADS):
-                self._heads += [tensor] if self.kind == WEIGHT else []
+                self._heads += [tensors[name]] if self.kind == WEIGHT else []
             else:
                 unknown.append(name)
         if unknown:
-            raise GptlmError(f"{path} holds {len(unknown)} tensors that GPT-2 does not have (first: {unknown[0]})")
-        return stored
+            raise GptlmError(f"{where} holds {len(unknown)} tensors that GPT-2 does not have (first: {unknown[0]})")
+        return Renamed(tensors, names)
 
     def _settle(self, asked: Asked) -> None:
         values, where = self.arguments, self.found.folder
@@ -158,22 +161,15 @@ class PaddleSource(Sharded):
 
 
 class UnifiedSource(PaddleSource):
-    """PaddleNLP's unified safetensors: whole tensors in one or several files."""
+    """PaddleNLP's unified safetensors: whole tensors in one or several files, each read when it is needed."""
 
     def steps(self) -> tuple[int, int, int | None]:
         raise GptlmError(
             f"{self.found.folder}: no optimizer is read of unified checkpoints; convert without --with_optimizer"
         )
 
-    def _rank_files(self, group: int) -> tuple[Path, ...]:
-        return self.found.files[0][:1]
-
-    def _named(self, path: Path, stage: int) -> dict[str, Tensor]:
-        stored: dict[str, Tensor] = {}
-        for file in self.found.files[0]:
-            check_safetensors(file)
-            stored |= super()._named(file, stage)
-        return stored
+    def _ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
+        return [(OnDisk(self.found.files[0]), self.found.folder)]
 
 
 def gpt2_name(name: str) -> str | None:

@@ -1,6 +1,6 @@
 """The tensors in one file of PaddleNLP or FleetX, by its own names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,61 @@ from torch import Tensor
 from gptlm.checkpoints import spellings_paddle as words
 from gptlm.checkpoints.pickles import read_pickle
 from gptlm.errors import GptlmError
+from gptlm.model.files import check_safetensors
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
+class OnDisk(Mapping[str, Tensor]):
+    """The tensors of safetensors files, each read when it is asked for.
+
+    Raises:
+        GptlmError: if a file is missing or damaged.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            check_safetensors(path)
+            file: Any = safe_open(path, "pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._files[name].get_tensor(name)
+        return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor  # paddle's bits of bfloat16
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class Renamed(Mapping[str, Tensor]):
+    """`tensors` by other names; `names` maps those to theirs."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]):
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def tensors_of(path: Path) -> Mapping[str, Tensor]:
     """The tensors in a `.pdparams` or safetensors file, by its own names.
 
     Raises:
         GptlmError: if it cannot be read or holds anything else.
     """
     if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:  # the bits of bfloat16 come as uint16 where paddle wrote them
-            return {name: _as_bfloat16(file.get_tensor(name)) for name in file.keys()}
+        return OnDisk([path])
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise GptlmError(f"{path} holds no weights (a {type(content).__name__})")
@@ -39,10 +83,6 @@ def as_tensor(value: Any, name: str, path: Path) -> Tensor:
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
 def _joined(content: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ class Sharded(Source):
 
     def __init__(self, found: Found):
         super().__init__(found)
-        self._held: tuple[tuple[int, str], list[dict[str, Tensor]]] | None = None
+        self._held: tuple[tuple[int, str], Sequence[Mapping[str, Tensor]]] | None = None
         self.kind = WEIGHT
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Sharded(Source):
         """The group that holds `name`."""
 
     @abstractmethod
-    def load_group(self, group: int) -> list[dict[str, Tensor]]:
+    def load_group(self, group: int) -> Sequence[Mapping[str, Tensor]]:
         """The stored pieces of each tensor rank by GPT-2's names."""
 
     def has_masters(self) -> bool:
@@ -190,7 +190,7 @@ class Sharded(Source):
                 raise GptlmError(f"{self.found.files[group][rank]} lacks {self._called(name)}")
         return [stored[name] for stored in ranks]
 
-    def hold(self, group: int) -> list[dict[str, Tensor]]:
+    def hold(self, group: int) -> Sequence[Mapping[str, Tensor]]:
         """The pieces of `group`, which stay until another group is asked for."""
         if self._held is None or self._held[0] != (group, self.kind):
             self._held = None  # before the next one is read
