@@ -18,7 +18,7 @@ from gptlm.errors import GptlmError
 from gptlm.model.files import INDEX, SAFETENSORS, check_safetensors
 from gptlm.model.presets import read_config, shape_of_config
 
-SHARD_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30
 HEAD = "lm_head.weight"
 VARIANTS: dict[str, tuple[tuple[object, ...], str]] = {
     "activation_function": ((None, *GELUS), "another activation"),
