@@ -117,3 +117,10 @@ def test_buffers_paths_and_signals_are_inert(tmp_path):
     torch.save({"a": io.BytesIO(b"x"), "b": pathlib.PosixPath("/tmp"), "c": signal.SIGTERM}, tmp_path / "x")
     found = read_torch(tmp_path / "x")
     assert {type(value) for value in found.values()} == {StandIn} and found["b"].arguments == ("/", "tmp")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_refused(tmp_path):
+    torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "p.pt"))
+    with pytest.raises(GptlmError, match="p.pt is refused: it is a TorchScript program"):
+        read_torch(tmp_path / "p.pt")

@@ -129,6 +129,8 @@ def read_torch(path: Path) -> Any:
     Raises:
         GptlmError: as `read_pickle`.
     """
+    if _is_program(path):
+        raise GptlmError(f"{path} is refused: it is a TorchScript program, not weights; save its state_dict instead")
     restricted = _unpickler(path, NUMPY | PLAIN | INERT | TORCH)
     module: Any = SimpleNamespace(
         __name__="gptlm.checkpoints.pickles",
@@ -141,6 +143,17 @@ def read_torch(path: Path) -> Any:
             path, map_location="cpu", pickle_module=module, weights_only=False, mmap=zipfile.is_zipfile(path)
         ),
     )
+
+
+def _is_program(path: Path) -> bool:
+    """Whether torch would hand the file on to `torch.jit.load`, which runs what is in it."""
+
+    def names() -> list[str]:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+
+    found = _guarded(path, names) if path.is_file() and zipfile.is_zipfile(path) else []
+    return any(name.rpartition("/")[2] == "constants.pkl" for name in found)
 
 
 def _unpickler(path: Path, allowed: dict[tuple[str, str], Any]) -> type[pickle.Unpickler]:
