@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,7 +103,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
         ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),
         ("--from a --output a", 2, "is not empty"),
-        ("--from nowhere --output b", 1, "is neither a folder nor a built-in name"),
+        ("--from nowhere --output b", 1, "--from nowhere: there is no such folder or file"),
         ("--from empty --output b", 1, "is no checkpoint that is known"),
         ("--from snapshot --output b", 1, "is a OneFlow snapshot"),
         ("--from dist --output b", 1, "distributed checkpoint of megatron-core"),
@@ -163,3 +164,71 @@ def test_pytorch_model_bin_is_read(folder, capsys):
     assert main(["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]) == 0, capsys.readouterr().err
     found, wanted = weights(folder / "b"), stock().state_dict()
     assert len(found) == 52 and all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def convert(folder, *words):
+    return main(["convert", *map(str, words)])
+
+
+def test_two_conversions_into_one_folder_do_not_mix(folder, capsys):
+    with FileLock(folder / ".b.lock"):
+        assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 1
+    assert "another conversion is writing into" in capsys.readouterr().err and not (folder / "b").exists()
+    assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 0
+    assert_equal(folder / "a", folder / "b")
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+
+
+def test_ranks_that_are_mixed_up_are_found(folder, capsys):
+    degrees = ["--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2"]
+    assert convert(folder, "--from", folder / "a", "--to", "megatron", "--output", folder / "m", *degrees) == 0
+    one, other = sorted((folder / "m").rglob("mp_rank_0?_000"))
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+    capsys.readouterr()
+    assert convert(folder, "--from", folder / "m", "--output", folder / "b") == 1
+    assert "the tensor ranks are mixed up" in capsys.readouterr().err
+
+
+def test_more_layers_than_the_configuration_says_are_refused(folder, capsys):
+    assert convert(folder, "--from", folder / "a", "--to", "paddle", "--output", folder / "p") == 0
+    config = json.loads((folder / "p" / "config.json").read_text())
+    (folder / "p" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    capsys.readouterr()
+    assert convert(folder, "--from", folder / "p", "--output", folder / "b") == 1
+    assert "holds layer 3 (the first is 0), its configuration says 3 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--num_attention_heads 3", f"--num_attention_heads 3: the checkpoint has {HEADS}; leave it out"),
+        ("--activation gelu", "--activation gelu: the checkpoint says gelu_new; leave it out"),
+        ("--consumed_samples 4", "--consumed_samples goes with --with_optimizer"),
+    ],
+)
+def test_flags_against_the_checkpoint_are_refused(folder, capsys, words, says):
+    assert convert(folder, "--from", folder / "a", "--output", folder / "b", *words.split()) != 0
+    assert says in capsys.readouterr().err and not (folder / "b").exists()
+
+
+def test_weights_of_several_precisions_keep_the_widest(folder, capsys):
+    stored = load_file(folder / "a" / "model.safetensors")
+    changed = stored | {"transformer.wpe.weight": stored["transformer.wpe.weight"].half()}
+    save_file(changed, folder / "a" / "model.safetensors", {"format": "pt"})
+    assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 0, capsys.readouterr().err
+    found = load_file(folder / "b" / "model.safetensors")
+    assert all(torch.equal(value, changed[name].float()) for name, value in found.items())
+    save_file(changed | {"transformer.ln_f.weight": torch.ones(stored["transformer.ln_f.weight"].shape).long()},
+              folder / "a" / "model.safetensors", {"format": "pt"})  # fmt: skip
+    assert convert(folder, "--from", folder / "a", "--output", folder / "c") == 1
+    assert "transformer.ln_f.weight is torch.int64, expected a tensor of floating-point" in capsys.readouterr().err
+
+
+def test_numbers_that_are_not_finite_are_named(folder, capsys):
+    stored = load_file(folder / "a" / "model.safetensors")
+    stored["transformer.ln_f.bias"][0] = torch.nan
+    save_file(stored, folder / "a" / "model.safetensors", {"format": "pt"})
+    assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 1
+    assert "the weights hold NaN or infinity" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
+from gptlm.config.foreign import cache_folder
 from gptlm.model.tokenizer import train_tokenizer
 from tests.checkpoints.layouts import (
     HEADS,
@@ -138,7 +139,7 @@ def test_what_cannot_be_converted_is_said(work, capsys):
     assert "has to be converted first" in capsys.readouterr().err and not (work / "cache").exists()
     assert main(["pretrain", *words]) == 1
     said = capsys.readouterr().err
-    assert "does not say how many heads" in said and "gptlm convert --from . has flags" in said
+    assert "does not say how many heads" in said and "gptlm convert --from . has such flags" in said
     assert not list((work / "cache/gptlm/converted").glob("[!.]*"))
 
 
@@ -182,3 +183,10 @@ def test_paddles_adapters_are_merged_trained_and_predicted_with(old, capsys):
     assert json.loads((old / "lora/adapter_config.json").read_text())["r"] == 6
     assert main(["predict", "--model_name_or_path", "adapters", "--prompt", "the", "--device", "cpu"]) == 1
     assert "adapters holds adapters of PaddleNLP, not a model" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_comes_later_is_taken(tmp_path):
+    """The converted form belongs to the files it is made of, the tokenizer among them."""
+    before = cache_folder(tmp_path, [], None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert cache_folder(tmp_path, [], None) != before

@@ -71,6 +71,8 @@ def _opened(path: Path) -> dict[str, Any]:
     """Tensor names -> the open file that holds them."""
     if path.suffix != ".safetensors":
         content = read_torch(path)
+        if not isinstance(content, dict):
+            raise GptlmError(f"{path} holds a {type(content).__name__}, expected names and tensors")
         return dict.fromkeys(content, content)
     check_safetensors(path)
     file: Any = safe_open(path, "pt")

@@ -74,6 +74,8 @@ def recognise(path: Path) -> Found:
     if holds_paddle_adapters(path):
         raise GptlmError(f"{path} holds adapters of PaddleNLP, not a model: give its model, and {path} as --lora_path")
     found = _file(path) if path.is_file() else _folder(path)
+    if found is None and path.is_dir() and MEGATRON_RANK.match(path.name):
+        raise GptlmError(f"{path} is the folder of one rank; give the folder above it, {path.parent}")
     if found is None:
         raise GptlmError(
             f"{path} is no checkpoint that is known: expected a HuggingFace folder, Megatron's "

@@ -121,8 +121,15 @@ class MegatronSource(Sharded):
         """The last stage keeps a copy of the embedding for the head."""
         if self._heads is None:
             self._heads = [flat_embedding(read_torch(file)) for file in self.found.files[0]]
-        if not any(near(embedding, tensor) for embedding in self._heads):
-            raise GptlmError(f"{path} is of another network than GPT-2: its head is not the embedding (untied)")
+        rank = next(files.index(path) for files in self.found.files if path in files)
+        if near(self._heads[rank], tensor):
+            return
+        if any(near(embedding, tensor) for embedding in self._heads):
+            raise GptlmError(f"{self.found.folder}: the tensor ranks are mixed up at {path}; copy the folders again")
+        raise GptlmError(
+            f"{path} is of another network than GPT-2, or of another model than the first stage: its head is not the "
+            "embedding (untied)"
+        )
 
     def _version(self, content: Mapping[str, Any]) -> int:
         version = content.get("checkpoint_version", 0)

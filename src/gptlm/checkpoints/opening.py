@@ -19,11 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def opened(path: Path, asked: Asked, scratch: Path | None = None) -> Iterator[Source]:
+def opened(path: Path, asked: Asked, scratch: Path | None = None, *, speaks: bool = True) -> Iterator[Source]:
     """The checkpoint in `path`; its kind and what was concluded are in the log.
 
     Args:
         scratch: an existing folder to unpack a zip in; None: the system's.
+        speaks: say in the log what it is and what was concluded.
 
     Raises:
         GptlmError: if it is none, is damaged, or of another network than GPT-2.
@@ -34,9 +35,8 @@ def opened(path: Path, asked: Asked, scratch: Path | None = None) -> Iterator[So
             logger.info("%s is a zip of Megatron's folders; unpacked", path)
             path = Path(folder)
         found = recognise(path)
-        logger.info("%s is a checkpoint of %s", path, found)
         source = _opened(found, asked)
-        for note in source.notes:
+        for note in (f"{path} is a checkpoint of {found}", *source.notes) if speaks else ():
             logger.info("%s", note)
         yield source
 

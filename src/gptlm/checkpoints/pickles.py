@@ -9,8 +9,9 @@ import collections
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,8 +162,10 @@ def _unpickler(path: Path, allowed: dict[tuple[str, str], Any]) -> type[pickle.U
         def find_class(self, module: str, name: str) -> Any:
             module = OLD_MODULES.get(module, module)
             known = allowed.get((module, name))
+            if isinstance(known, FunctionType):
+                return partial(known)  # what a pickle sets on it ends with it
             if known is not None:
-                return known
+                return type(name, (Arguments,), {}) if known is Arguments else known
             if module.split(".")[0] in STAND_INS:
                 return type(name, (StandIn,), {"__module__": module})
             raise GptlmError(
@@ -182,4 +185,5 @@ def _guarded(path: Path, load: Callable[[], Any]) -> Any:
         raise GptlmError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # bytes that are no pickle make it raise nearly anything
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = "its zip is not whole" if "zip archive" in reason else reason
         raise GptlmError(f"{path} is damaged or cut off ({reason}); copy or download it again") from error

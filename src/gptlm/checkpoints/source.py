@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptlm.checkpoints.kinds import Found
-from gptlm.checkpoints.naming import WTE, all_names, shape_of
+from gptlm.checkpoints.naming import WTE, all_names, layer_and_part, shape_of
 from gptlm.errors import GptlmError
 from gptlm.model.presets import PRESETS, Shape
 
@@ -77,8 +77,13 @@ class Source(ABC):
         wanted = shape_of(name, self.shape)
         try:
             tensor = self.read(name)
-        except (RuntimeError, IndexError) as error:  # pieces that cannot be put together
+        except GptlmError:
+            raise
+        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:  # odd or cut pieces
             raise GptlmError(f"{self.found.folder}: the pieces of {name} do not fit together: {error}") from error
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise GptlmError(f"{self.found.folder}: {name} is {kind}, expected a tensor of floating-point numbers")
         if name == WTE and len(tensor) > wanted[0]:
             tensor = tensor[: wanted[0]]
         if tuple(tensor.shape) != wanted:
@@ -150,6 +155,7 @@ class Sharded(Source):
     def __init__(self, found: Found):
         super().__init__(found)
         self._held: tuple[tuple[int, str], Sequence[Mapping[str, Tensor]]] | None = None
+        self._judged: set[int] = set()  # groups whose layers were counted
         self.kind = WEIGHT
 
     @abstractmethod
@@ -185,10 +191,22 @@ class Sharded(Source):
         """
         group = self.group_of(name)
         ranks = self.hold(group)
+        if group not in self._judged:
+            self._judged.add(group)
+            self._check_layers(ranks)
         for rank, stored in enumerate(ranks):
             if name not in stored:
                 raise GptlmError(f"{self.found.files[group][rank]} lacks {self._called(name)}")
         return [stored[name] for stored in ranks]
+
+    def _check_layers(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+        layers = [layer_and_part(name)[0] for stored in ranks for name in stored]
+        last = max((layer for layer in layers if layer is not None), default=-1)
+        if last >= self.shape.num_hidden_layers:
+            raise GptlmError(
+                f"{self.found.folder} holds layer {last} (the first is 0), its configuration says "
+                f"{self.shape.num_hidden_layers} layers: they are not of one model"
+            )
 
     def hold(self, group: int) -> Sequence[Mapping[str, Tensor]]:
         """The pieces of `group`, which stay until another group is asked for."""

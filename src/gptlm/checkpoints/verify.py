@@ -79,6 +79,11 @@ def difference(before: Tensor, after: Tensor) -> float:
     Raises:
         GptlmError: if it is over `LIMIT`, or no number.
     """
+    if not (before.isfinite().all() and after.isfinite().all()):
+        raise GptlmError(
+            "the logits are not finite: the weights hold NaN or infinity, or --dtype is too narrow for them (try "
+            "bfloat16 or float32)"
+        )
     largest = float((before - after).abs().max())
     if not largest <= LIMIT:
         raise GptlmError(

@@ -95,6 +95,8 @@ def _problems(parsed: Parsed) -> list[str]:
             problems.append(f"{parsed.typed_as(given[0])} is for --to {form}; the command says --to {values['to']}")
     if values["with_optimizer"] and values["to"] != "hf":
         problems.append(f"{parsed.typed_as('with_optimizer')}: states of the optimizer are written with --to hf only")
+    if values["consumed_samples"] is not None and not values["with_optimizer"]:
+        problems.append(f"{parsed.typed_as('consumed_samples')} goes with --with_optimizer")
     if values["consumed_samples"] is not None and values["consumed_samples"] < 0:
         problems.append(f"{parsed.typed_as('consumed_samples')} {values['consumed_samples']}: expected 0 or more")
     return problems

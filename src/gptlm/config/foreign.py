@@ -115,6 +115,8 @@ def cache_folder(path: Path, files: list[Path], vocabulary: int | None) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     root = Path(os.environ.get("HF_HOME") or cache).expanduser()
     marks = [str(path.resolve()), str(vocabulary)]
+    beside = path if path.is_dir() else path.parent
+    files = [*files, *(beside / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))]
     marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
     mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]
     return root / "gptlm" / "converted" / f"{path.resolve().name}-{mark}"

@@ -4,19 +4,23 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.checkpoints.adapters import kind_of
 from gptlm.checkpoints.huggingface import config_of, write_weights
 from gptlm.checkpoints.megatron_writing import check_degrees, padded_rows, write_megatron
-from gptlm.checkpoints.naming import WPE, all_names
+from gptlm.checkpoints.naming import LAST, WPE, WTE, all_names, layer_names
 from gptlm.checkpoints.opening import opened
 from gptlm.checkpoints.paddle_writing import check_writable, write_paddle
 from gptlm.checkpoints.source import Asked, Source
@@ -24,12 +28,12 @@ from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_
 from gptlm.config.converting import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.hub import model_folder
+from gptlm.model.presets import PRESETS
 from gptlm.model.tokenizer import load_tokenizer
 from gptlm.recipes.convert_adapters import convert_adapters
 from gptlm.recipes.convert_states import finish_checkpoint, start_checkpoint
 from gptlm.recipes.model import tokenizer_folder
 from gptlm.recipes.start import check_output
-from gptlm.training.checkpoint import writing
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ def convert(conversion: Conversion) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     named = Path(conversion.main.source or "")
+    if not named.exists() and str(named) not in PRESETS:
+        raise GptlmError(f"--from {named}: there is no such folder or file, and no built-in model of that name")
     path = named if named.exists() else Path(model_folder(str(named)))
     convert_checkpoint(path, conversion)
 
@@ -62,9 +68,15 @@ def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | 
     start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    check_output("from", folder)
+    try:
+        check_output("from", folder)
+    except GptlmError as error:
+        raise GptlmError(
+            f"{path} has to be converted, and the folder for that cannot be written to: {folder}; let HF_HOME name "
+            "another, or convert it with gptlm convert"
+        ) from error
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    with FileLock(folder.with_name(f".{folder.name}.once.lock")):
         if folder.is_dir():
             return
         logger.info("%s is converted once, into %s", path, folder)
@@ -73,7 +85,8 @@ def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | 
             reading = ReadingArguments(num_attention_heads=heads, vocab_size=vocabulary)
             convert_checkpoint(path, Conversion(main, reading, WritingArguments()), may_grow=True)
         except GptlmError as error:
-            raise GptlmError(f"{error} (gptlm convert --from {path} has flags for what is open)") from error
+            hint = f" (gptlm convert --from {path} has such flags)" if "--" in str(error) else ""
+            raise GptlmError(f"{error}{hint}") from error
 
 
 def convert_checkpoint(path: Path, conversion: Conversion, *, may_grow: bool = False) -> None:
@@ -87,24 +100,47 @@ def convert_checkpoint(path: Path, conversion: Conversion, *, may_grow: bool = F
     """
     output = Path(conversion.main.output or "")
     check_output("output", output)
-    if output.is_dir() and any(output.iterdir()):
-        raise UsageError(f"--output {output} is not empty; give a new folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.with_name(f".{output.name}.incomplete")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        with writing(output, "the checkpoint"):
-            if kind_of(path):
-                convert_adapters(path, staging, conversion)
-            else:
-                _convert(path, staging, conversion, may_grow)
-        if output.is_dir():
-            output.rmdir()
-        staging.rename(output)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with _written(output) as staging:
+        if kind_of(path):
+            convert_adapters(path, staging, conversion)
+        else:
+            _convert(path, staging, conversion, may_grow)
     logger.info("written to %s", output)
+
+
+@contextmanager
+def _written(output: Path) -> Iterator[Path]:
+    """A folder that becomes `output` when everything is in it; no other conversion writes there meanwhile.
+
+    Raises:
+        GptlmError: if another does, `output` is not empty, or cannot be written.
+    """
+    staging = output.with_name(f".{output.name}.incomplete")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
+            try:
+                if output.is_dir() and any(output.iterdir()):
+                    raise UsageError(f"--output {output} is not empty; give a new folder")
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+                yield staging
+                if output.is_dir():
+                    output.rmdir()
+                staging.rename(output)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+                Path(lock.lock_file).unlink(missing_ok=True)
+    except Timeout:
+        raise GptlmError(
+            f"another conversion is writing into {output}; wait for its end, or give another --output"
+        ) from None
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        free = shutil.disk_usage(output.parent if output.parent.is_dir() else Path.cwd()).free
+        raise GptlmError(
+            f"cannot write {output}: {reason} ({free:,} bytes are free there); nothing of it is left"
+        ) from error
 
 
 def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -> None:
@@ -118,7 +154,7 @@ def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -
         may_grow=may_grow,
     )
     with opened(path, asked, folder) as source:
-        _check(source, conversion)
+        _check(source, conversion, asked)
         place = start_checkpoint(source, folder) if with_states else folder
         tokenizer = _tokenizer(path, conversion)
         _write(source, place, conversion, tokenizer)
@@ -128,7 +164,12 @@ def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -
             finish_checkpoint(source, place, reading.consumed_samples)
 
 
-def _check(source: Source, conversion: Conversion) -> None:
+def _check(source: Source, conversion: Conversion, asked: Asked) -> None:
+    heads, activation = source.shape.num_attention_heads, source.activation
+    if asked.num_attention_heads not in (None, heads):
+        raise GptlmError(f"--num_attention_heads {asked.num_attention_heads}: the checkpoint has {heads}; leave it out")
+    if asked.activation is not None and (asked.activation == "gelu") != (activation == "gelu"):
+        raise GptlmError(f"--activation {asked.activation}: the checkpoint says {activation}; leave it out")
     degrees = conversion.writing
     if conversion.main.to == "megatron":
         check_degrees(source.shape, degrees.tensor_parallel_degree, degrees.pipeline_parallel_degree)
@@ -160,7 +201,7 @@ def write_folder(
     source: Source, folder: Path, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase | None, done: Any
 ) -> None:
     """A stock GPT-2 folder: sharded safetensors and config.json."""
-    kept = dtype or source.get(WPE).dtype
+    kept = dtype or _widest(source)
     config = config_of(source, kept, tokenizer.eos_token_id if tokenizer else source.arguments.get("eos_token_id"))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
@@ -172,6 +213,11 @@ def write_folder(
     write_weights(folder, weights())
 
 
+def _widest(source: Source) -> torch.dtype:
+    """The precision that loses nothing of the embeddings, the first layer and the last norm."""
+    return reduce(torch.promote_types, (source.get(name).dtype for name in (WTE, WPE, *layer_names(0), *LAST)))
+
+
 def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
     """Compare what was read with what was written: a stock folder as transformers loads it, others as we read them."""
     ids = fixed_batch(source.shape.vocab_size, source.shape.max_position_embeddings)
@@ -181,7 +227,7 @@ def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
     else:
         logger.info("reading the result back")
         asked = Asked(source.shape.vocab_size, source.shape.num_attention_heads, source.activation)
-        with opened(folder, asked) as written:
+        with opened(folder, asked, speaks=False) as written:
             after = logits_of(written, ids)
     logger.info("logits before and after differ by at most %.2e", difference(before, after))
 
@@ -195,7 +241,11 @@ def _tokenizer(path: Path, conversion: Conversion) -> PreTrainedTokenizerBase | 
     try:
         return load_tokenizer(str(folder))
     except GptlmError as error:
-        logger.warning("no tokenizer is put beside the weights (%s); --tokenizer_name_or_path names one", error)
+        logger.warning(
+            "no tokenizer is put beside the weights (%s): put its files there, or name one with gptlm convert "
+            "--tokenizer_name_or_path",
+            error,
+        )
         return None
 
 
