@@ -23,9 +23,15 @@ THEIRS = {ours: theirs for theirs, ours in words.MODULES.items()}
 def check_writable(source: Source) -> None:
     """Raises GptlmError if PaddleNLP's network cannot compute `source`'s."""
     if source.activation == "gelu":
-        raise GptlmError("PaddleNLP's GPT computes the tanh form of GELU, this model has the erf form (gelu)")
+        raise GptlmError(
+            f"PaddleNLP's GPT computes the tanh form of GELU, {source.found.folder} has the erf form (gelu): it can be "
+            "written --to hf or megatron only"
+        )
     if source.epsilon != 1e-5:
-        raise GptlmError(f"PaddleNLP's GPT has layer norms with epsilon 1e-05, this model {source.epsilon:g}")
+        raise GptlmError(
+            f"PaddleNLP's GPT has layer norms with epsilon 1e-05, {source.found.folder} {source.epsilon:g}: it can be "
+            "written --to hf or megatron only"
+        )
 
 
 def write_paddle(
