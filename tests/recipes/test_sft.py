@@ -18,7 +18,8 @@ from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft import sft
-from gptlm.recipes.sft_data import find_sources, load_data
+from gptlm.recipes.sft_data import load_data
+from gptlm.recipes.sft_sources import find_sources
 from tests.conftest import run_script
 
 WORDS = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden".split()

@@ -26,10 +26,10 @@ from gptlm.recipes.sft_data import (
     collator,
     continuation,
     evaluation_samples,
-    find_sources,
     load_data,
     order_facts,
 )
+from gptlm.recipes.sft_sources import find_sources
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
