@@ -1,5 +1,6 @@
 """The network compiled by torch: block by block, so that the start is short and all blocks share one piece of code."""
 
+import os
 import shutil
 from functools import partial
 from typing import Any
@@ -24,8 +25,10 @@ def compile_network(model: Any) -> None:
 
 def why_not(device: str) -> str | None:
     """What this machine lacks for compiling, or None."""
-    if device == "cuda":
-        from torch.utils._triton import has_triton
+    if device == "cpu":
+        return None if os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++"))) else "no C++ compiler"
+    from torch.utils._triton import has_triton
 
-        return None if has_triton() else "Triton is not installed, or does not know this GPU"
-    return None if shutil.which("g++") or shutil.which("clang++") else "there is no C++ compiler"
+    if not has_triton():
+        return "Triton is not installed, or does not know this GPU"
+    return None if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))) else "no C compiler"

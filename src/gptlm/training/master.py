@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptlm.model.compiling import why_not
+
 ALIGNED = 64  # elements; each weight begins at a multiple
 EAGER = 1 << 24  # elements updated together where passes are not fused: what temporary values need
 
@@ -24,7 +26,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups of the model's weights, as for AdamW.
-        fused: do the update in one compiled pass, where Triton is there for the weights' device.
+        fused: do the update in one compiled pass, where Triton can compile for the weights' device.
 
     Attributes:
         weights, masters: of the model, and their float32 copies (views of one tensor), in the same order.
@@ -56,7 +58,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self.added = False  # gradients are being added up in float32
         self._gradient, self._factor, self._idle = self._flat["exp_avg"], torch.ones(()), set[int]()
         self._update: Callable[..., None] = _in_pieces
-        if fused and self.weights[0].is_cuda and _has_triton():
+        if fused and self.weights[0].is_cuda and why_not("cuda") is None:
             self._update = torch.compile(adamw_, dynamic=True)
 
     def tensors(self, weight: Tensor) -> dict[str, Tensor]:
@@ -198,9 +200,3 @@ def clip(optimizer: MasterWeightAdamW, max_norm: float) -> Tensor:
     norm = optimizer.norm()
     optimizer.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
     return norm
-
-
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
