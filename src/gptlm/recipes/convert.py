@@ -46,6 +46,7 @@ def convert(conversion: Conversion) -> None:
         GptlmError: as `convert_checkpoint` does, and if the source is not there.
     """
     start_logging(speaks=True)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # PEFT asks DeepSpeed for one, which would say what it found
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     named = Path(conversion.main.source or "")
