@@ -100,6 +100,10 @@ def test_back_to_paddle(tmp_path, form, written):
         ({"r": 0}, [], "is damaged: r is 0"),
         ({}, ["--to", "megatron"], "Megatron-LM has no form of adapters"),
         ({}, ["--to", "paddle", "--paddle_qkv", "fused"], "give --num_attention_heads"),
+        ({}, ["--with_optimizer"], "--with_optimizer is for models, the checkpoint holds adapters"),
+        ({}, ["--vocab_size", "9"], "--vocab_size is for models"),
+        ({}, ["--activation", "gelu"], "--activation is for models"),
+        ({}, ["--tokenizer_name_or_path", "t"], "--tokenizer_name_or_path is for models"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, capsys, more, words, says):

@@ -5,12 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from gptlm.checkpoints.naming import LAST, PARTS, WPE, WTE
 from gptlm.checkpoints.source import Source
 from gptlm.errors import GptlmError
+from gptlm.model.build import new_config
 
 LIMIT = 1e-3
 LENGTH = 32
@@ -47,15 +48,8 @@ def logits_of(source: Source, ids: Tensor, dtype: torch.dtype | None = None) -> 
 
 def stock_block(source: Source) -> nn.Module:
     """A layer of transformers' GPT-2 without weights."""
-    shape = source.shape
-    config = GPT2Config(
-        n_embd=shape.hidden_size,
-        n_head=shape.num_attention_heads,
-        n_inner=shape.intermediate_size,
-        n_positions=shape.max_position_embeddings,
-        activation_function=source.activation,
-        layer_norm_epsilon=source.epsilon,
-    )
+    config = new_config(source.shape, 0.0, 0.0, None)
+    config.activation_function, config.layer_norm_epsilon = source.activation, source.epsilon
     config._attn_implementation = "eager"
     with torch.device("meta"):
         return GPT2Block(config, layer_idx=0).eval()

@@ -114,13 +114,6 @@ def part(x: Tensor, group: Any, dim: int) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def joined(x: Tensor, group: Any, dim: int) -> Tensor:
-    """The parts of all processes along `dim`; no gradient."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim)
-
-
 def _sum(x: Tensor, group: Any) -> Tensor:
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)

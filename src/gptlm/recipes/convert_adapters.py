@@ -24,6 +24,7 @@ def convert_adapters(path: Path, folder: Path, conversion: Conversion) -> None:
     kind, form, heads = kind_of(path), conversion.main.to, conversion.reading.num_attention_heads
     logger.info("%s holds adapters of %s", path, "PaddleNLP" if kind == "paddle" else "PEFT")
     fused = form == "paddle" and conversion.writing.paddle_qkv == "fused"
+    _check_flags(conversion)
     if form == "megatron":
         raise UsageError("Megatron-LM has no form of adapters; merge them with scripts/merge_lora.py and convert that")
     if fused and heads is None:
@@ -36,8 +37,25 @@ def convert_adapters(path: Path, folder: Path, conversion: Conversion) -> None:
         write_peft(adapters, folder, dtype)
     rank = max(len(pair.a) for pair in adapters.pairs.values())
     logger.info("%d adapters, rank %d, scale %g", len(adapters.pairs), rank, adapters.scale)
-    if conversion.main.verify and dtype is None:
+    if conversion.main.verify and dtype is not None:
+        logger.info("nothing is compared: the adapters are rounded to --dtype %s", conversion.main.dtype)
+    elif conversion.main.verify:
         _verify(adapters, read_paddle(folder, heads) if form == "paddle" else read_peft(folder))
+
+
+def _check_flags(conversion: Conversion) -> None:
+    """Raises UsageError if a flag is given that means nothing for adapters."""
+    main, reading = conversion.main, conversion.reading
+    given = {
+        "--with_optimizer": main.with_optimizer,
+        "--tokenizer_name_or_path": main.tokenizer_name_or_path,
+        "--vocab_size": reading.vocab_size,
+        "--activation": reading.activation,
+        "--paddle_file": conversion.writing.paddle_file == "pdparams",
+    }
+    for flag, value in given.items():
+        if value:
+            raise UsageError(f"{flag} is for models, the checkpoint holds adapters; leave it out")
 
 
 def _verify(before: Adapters, after: Adapters) -> None:

@@ -56,7 +56,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.updates = 0
         self.added = False  # gradients are being added up in float32
-        self._gradient, self._factor, self._idle = self._flat["exp_avg"], torch.ones(()), set[int]()
+        self._gradient, self._factor, self._idle = torch.zeros(0), torch.ones(()), set[int]()  # until they are taken
         self._update: Callable[..., None] = _in_pieces
         if fused and self.weights[0].is_cuda and why_not("cuda") is None:
             self._update = torch.compile(adamw_, dynamic=True)
