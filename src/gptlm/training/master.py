@@ -86,7 +86,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
             self._gradient = self._sum
         else:
             self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
-            views = self._views(self._half)
+            views = self._halves
             if self._idle:
                 torch._foreach_zero_([views[number] for number in self._idle])
             there = [number for number in range(len(views)) if number not in self._idle]
@@ -143,6 +143,10 @@ class MasterWeightAdamW(torch.optim.Optimizer):
     @cached_property
     def _half(self) -> Tensor:
         return self._zeros(self.weights[0].dtype)
+
+    @cached_property
+    def _halves(self) -> list[Tensor]:
+        return self._views(self._half)
 
     @cached_property
     def _sum(self) -> Tensor:
