@@ -30,9 +30,12 @@ SIZES = {
 OURS = {  # names -> flags
     "ours": "--bf16 --fp16_opt_level O2",
     "ours eager": "--bf16 --fp16_opt_level O2 --torch_compile 0",
+    "ours not recorded": "--bf16 --fp16_opt_level O2 --cuda_graphs 0",
+    "ours fp8": "--bf16 --fp16_opt_level O2 --fp8",
     "ours O1": "--bf16",
     "ours fp16": "--fp16 --fp16_opt_level O2",
     "ours recompute": "--bf16 --fp16_opt_level O2 --recompute 1",
+    "ours fp16 recompute": "--fp16 --fp16_opt_level O2 --recompute 1",
     "ours stage1": "--bf16 --fp16_opt_level O2 --sharding stage1",
     "ours stage2": "--bf16 --fp16_opt_level O2 --sharding stage2",
     "ours stage3": "--bf16 --fp16_opt_level O2 --sharding stage3",

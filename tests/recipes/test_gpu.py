@@ -13,6 +13,8 @@ from gptlm.training.checkpoint import read
 from gptlm.training.master import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
 
+SAID = "the passes of a micro-batch are replayed as a CUDA graph"
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -148,3 +150,33 @@ def test_compiling_and_not_compiling_agree(losses):
     for name, words, distance in (("f", (), 1e-5), ("b", ("--bf16", "--fp16_opt_level", "O2"), 2e-3)):
         on, off = losses(f"{name}-on", *words), losses(f"{name}-off", *words, "--torch_compile", "0")
         assert [e["loss"] for e in on] == pytest.approx([e["loss"] for e in off], abs=distance)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--bf16",
+        "--bf16 --fp16_opt_level O2 --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1",
+        "--bf16 --fp16_opt_level O2 --gradient_accumulation_steps 3",
+        "--bf16 --fp16_opt_level O2 --gradient_accumulation_steps 3 --amp_master_grad",
+        "--fp16 --fp16_opt_level O2 --scale_loss 65536 --loss_scale_window 3",
+        "--bf16 --fp16_opt_level O2 --recompute 1 --hidden_dropout_prob 0.1",
+    ],
+)
+def test_recorded_passes_change_nothing(losses, capsys, tmp_path, words):
+    """Losses and weights, with evaluations between the steps; resumed too."""
+    words = [*words.split(), "--do_eval", "--do_train", "--eval_steps", "3", "--save_steps", "4"]
+    plain = losses("plain", *words, "--cuda_graphs", "0")
+    assert SAID not in capsys.readouterr().out
+    recorded = losses("recorded", *words)
+    assert SAID in capsys.readouterr().out
+    assert [e["loss"] for e in recorded] == pytest.approx([e["loss"] for e in plain], abs=1e-5)
+    resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "recorded" / "checkpoint-4")
+    assert [e["loss"] for e in resumed] == pytest.approx([e["loss"] for e in recorded], abs=1e-5)
+    assert torch.cuda.memory_allocated() < 2**28
+
+
+def test_a_run_says_why_nothing_is_recorded(losses, capsys):
+    losses("x", "--cuda_graphs", "1", "--document_masking", "attention", "--max_steps", "1")
+    assert "--cuda_graphs has no effect: documents differ in length" in capsys.readouterr().out

@@ -33,7 +33,8 @@ NOT_NEGATIVE = (
 
 def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printing: bool) -> list[str]:
     """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes."""
-    problems = [*_numbers(parsed), *_training(parsed), *layout_problems(parsed, dims), *_weights(parsed, source)]
+    problems = [*_numbers(parsed), *_training(parsed), *layout_problems(parsed, dims)]
+    problems += [*_weights(parsed, source), *(_float8(parsed, dims) if parsed.values["fp8"] else ())]
     problems += _folder(parsed, "output_dir", "the folder for results", printing)
     _oddities(parsed, dims)
     return problems
@@ -109,6 +110,20 @@ def _training(parsed: Parsed) -> Iterator[str]:
         yield "do_train, do_eval and do_predict are all off: there is nothing to do"
     if values["load_best_model_at_end"] and values["do_train"]:
         yield from _best_model(parsed)
+
+
+def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
+    values = parsed.values
+    if not values["bf16"] or values["fp16_opt_level"] == "O0":
+        yield "fp8 is for the products of bfloat16 training; give --bf16 with it"
+    if dims.shares_replicas:
+        yield f"fp8 goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in bfloat16"
+    if "stage3" in values["sharding"]:
+        yield "fp8 goes without sharding stage3, which takes the weights apart; use stage1 or stage2"
+    if values.get("lora"):
+        yield "fp8 goes without lora: adapters are small, and their products too"
+    if values["hidden_size"] and values["hidden_size"] % 16:
+        yield f"hidden_size {values['hidden_size']}: fp8 needs a multiple of 16"
 
 
 def _best_model(parsed: Parsed) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 CHUNK_TOKENS = 1024  # 1024 x 50304 fp32 logits are 206 MB
 
-Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C,), "max" | "sum") -> the same, over all shards
+Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C, 1), "max" | "sum") -> the same, over all shards
 
 ChunkLoss = Callable[[Tensor, Tensor, int, int, Reduction], tuple[Tensor, Tensor]]
 
@@ -64,18 +64,20 @@ def chunk_loss(
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of the logits (C, V) of one chunk, and its gradient by them, in their dtype."""
     logits = product.float()
-    highest = reduce(logits.max(dim=-1).values, "max")
-    exponentials = (logits - highest[:, None]).exp_()
-    normaliser = reduce(exponentials.sum(dim=-1), "sum")
+    # with the dimension kept, torch.compile finds maximum and sum in one pass over memory
+    highest = reduce(logits.amax(dim=-1, keepdim=True), "max")
+    exponentials = (logits - highest).exp_()
+    normaliser = reduce(exponentials.sum(dim=-1, keepdim=True), "sum")
+    targets = targets[:, None]
     counted = targets != ignore_index
     column = torch.where(counted, targets - first_id, 0)
     here = counted & (column >= 0) & (column < product.shape[1])  # this shard owns the target's row
     column = torch.where(here, column, 0)
-    own = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0.0)
+    own = torch.where(here, logits.gather(1, column), 0.0)
     target_logit = reduce(own, "sum")
     losses = normaliser.log() + highest - target_logit
-    probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0)[:, None])
-    targeted = here[:, None] & (torch.arange(product.shape[1], device=product.device) == column[:, None])
+    probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0))
+    targeted = here & (torch.arange(product.shape[1], device=product.device) == column)
     return torch.where(counted, losses, 0.0).sum(), probabilities.sub_(targeted.float()).to(product.dtype)
 
 
@@ -97,7 +99,7 @@ def linear_cross_entropy(
         weight: (V, D) rows of the output embedding; with a vocabulary split over processes, this process's rows.
         targets: (N,) int64 token ids; entries equal to `ignore_index` count neither in loss nor in gradient.
         first_id: the token id of `weight`'s first row.
-        reduce: combines per-token values (N,) over the processes that share the vocabulary by "max" or "sum";
+        reduce: combines per-token values (C, 1) of a chunk over the processes that share the vocabulary by "max" or "sum";
             the identity when one process holds all of it.
         chunk: `chunk_loss`, or the same compiled.
         chunk_tokens: tokens that go through together.

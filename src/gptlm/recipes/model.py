@@ -16,7 +16,6 @@ from gptlm.config.run import PretrainRun, Run
 from gptlm.data.splits import Corpus, id_range_of
 from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
-from gptlm.model.compiling import compile_network, why_not
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.loss import linear_cross_entropy
@@ -116,26 +115,6 @@ def make_model(
     granularity = training.recompute_granularity if training.recompute else None
     model.transformer.set_recompute(granularity, training.no_recompute_layers)
     return model
-
-
-def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool) -> None:
-    """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default` and layers are whole."""
-    wanted = run.training.torch_compile
-    helps = default and device == "cuda" and not run.dims.shares_replicas
-    if not (helps if wanted is None else wanted):
-        return
-    obstacle = why_not(device)
-    if run.dims.pipeline > 1:
-        obstacle = "the stages of a pipeline are not"
-    elif "stage3" in run.parallel.sharding:
-        obstacle = "ZeRO stage 3 brings each weight when it is needed"
-    if obstacle is None:
-        compile_network(model)
-        logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
-    elif wanted:
-        logger.warning("--torch_compile has no effect: %s", obstacle)
-    else:
-        logger.info("blocks and loss are not compiled: %s", obstacle)
 
 
 def _parallel_model(run: Run, config: GPT2Config, fill: Callable[[Any, str, nn.Module], None], mesh: Mesh) -> Any:

@@ -12,7 +12,7 @@ from gptlm.parallel.engine import start_deepspeed
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, peak_flops, process_group_closed
-from gptlm.recipes.model import compile_if_wanted, find_tokenizer, make_model
+from gptlm.recipes.model import find_tokenizer, make_model
 from gptlm.recipes.pretrain_data import (
     Datasets,
     build_datasets,
@@ -26,6 +26,7 @@ from gptlm.recipes.pretrain_data import (
     window,
 )
 from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.speed import compile_if_wanted, float8_if_wanted, recorded
 from gptlm.recipes.start import output_locked
 from gptlm.recipes.training import (
     begin,
@@ -77,7 +78,8 @@ def _run(
     model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    compile_if_wanted(run, model, machine.device, default=True)
+    float8_if_wanted(run, model, machine.device)
+    compiled = compile_if_wanted(run, model, machine.device, default=True)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(
@@ -90,6 +92,7 @@ def _run(
         seq_length=run.data.max_seq_length,
         flops_per_sample=_flops(run),
         utilisation=_utilisation(run, machine),
+        recorded=_recorded(run, machine, compiled=compiled, sharded=deepspeed is not None),
         **layout_arguments(run, mesh, machine),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
@@ -99,6 +102,11 @@ def _run(
     if training.do_train and training.log_format == "megatron":
         _say_summary(run, trainer)
     return metrics
+
+
+def _recorded(run: PretrainRun, machine: Machine, *, compiled: bool, sharded: bool) -> bool:
+    uneven = "documents differ in length" if run.data.document_masking == "attention" else None
+    return recorded(run, machine.device, compiled=compiled, sharded=sharded, obstacle=uneven)
 
 
 def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:

@@ -20,7 +20,7 @@ from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
-from gptlm.recipes.model import compile_if_wanted, make_model, tokenizer_folder, weights_folder
+from gptlm.recipes.model import make_model, tokenizer_folder, weights_folder
 from gptlm.recipes.sft_data import (
     SftData,
     collator,
@@ -31,6 +31,7 @@ from gptlm.recipes.sft_data import (
 )
 from gptlm.recipes.sft_sources import find_sources
 from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.speed import compile_if_wanted, float8_if_wanted, recorded
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
 from gptlm.training import checkpoint
@@ -80,7 +81,11 @@ def _run(
     set_seed(training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    compile_if_wanted(run, model, machine.device, default=False)
+    float8_if_wanted(run, model, machine.device)
+    compiled = compile_if_wanted(run, model, machine.device, default=False)
+    recorded(
+        run, machine.device, compiled=compiled, sharded=deepspeed is not None, obstacle="examples differ in length"
+    )
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:

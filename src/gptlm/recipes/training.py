@@ -21,6 +21,7 @@ from gptlm.recipes.hf_arguments import tracker_callbacks
 from gptlm.recipes.machine import Machine, choose_machine, use_device
 from gptlm.recipes.model import say_start
 from gptlm.recipes.sharding import shard_groups
+from gptlm.recipes.speed import check_float8
 from gptlm.recipes.start import check_output, check_shape, say_changes, settings, starting_point
 from gptlm.training import checkpoint
 from gptlm.training.logging import start_logging, table
@@ -53,6 +54,7 @@ def begin(
         check_weights(Path(run.source.weights or ""))
     machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(machine)
+    check_float8(run, machine)
     return start, machine
 
 

@@ -86,12 +86,13 @@ class MasterWeightAdamW(torch.optim.Optimizer):
             self._gradient = self._sum
         else:
             self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
-            views = self._halves
+            views = self.gradient_places
             if self._idle:
                 torch._foreach_zero_([views[number] for number in self._idle])
-            there = [number for number in range(len(views)) if number not in self._idle]
-            gradients: Any = [self.weights[number].grad for number in there]
-            torch._foreach_copy_([views[number] for number in there], gradients)
+            found = [(view, w.grad) for view, w in zip(views, self.weights, strict=True) if w.grad is not None]
+            away = [(view, gradient) for view, gradient in found if gradient is not view]
+            if away:
+                torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
             self._gradient = self._half
         self._factor = torch.ones((), device=self._gradient.device)
         self.added = False
@@ -145,7 +146,8 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         return self._zeros(self.weights[0].dtype)
 
     @cached_property
-    def _halves(self) -> list[Tensor]:
+    def gradient_places(self) -> list[Tensor]:
+        """Where `take_gradients` brings those of each weight; what a backward pass left there is not copied."""
         return self._views(self._half)
 
     @cached_property

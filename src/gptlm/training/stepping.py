@@ -3,7 +3,7 @@
 Overridden, and why:
     create_optimizer                  master weights for half-precision ones (fp16_opt_level O2)
     _prepare_for_training             DeepSpeed in groups of replicas and with our loss scale
-    training_step                     float32 sums of gradients
+    training_step                     float32 sums of gradients, recorded passes
     _clip_grad_norm, _get_grad_norm   on the master weights
     _prepare_inputs, _prepare_input   nothing waits for copies to the device, and targets go there once
     _get_num_items_in_batch           the same
@@ -11,6 +11,7 @@ Overridden, and why:
 
 import json
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import Trainer
 
 from gptlm.errors import GptlmError
 from gptlm.parallel.engine import ShardGroups, ZeroLossScale
+from gptlm.training.graphs import RecordedPasses, Tensors
 from gptlm.training.loss_scale import LossScale
 from gptlm.training.master import MasterWeightAdamW, clip
 
@@ -27,6 +29,7 @@ OFFLOAD = (
     "compiler (and, on a GPU machine, the CUDA toolkit of torch's version), or leave offload out"
 )
 ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
+ITEMS = "num_items_in_batch"
 FP16_ADVICE = ", or --bf16 instead of --fp16"
 
 
@@ -38,6 +41,7 @@ class SteppingTrainer(Trainer):
         master_grad: add the gradients of half-precision weights up in float32.
         shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
         groups: DeepSpeed's process groups, where processes share a replica.
+        recorded: replay forward and backward passes as a CUDA graph; batches have the same shape.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class SteppingTrainer(Trainer):
         master_grad: bool = False,
         shard_degree: int | None = None,
         groups: Any = None,
+        recorded: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -56,6 +61,7 @@ class SteppingTrainer(Trainer):
             self.accelerator.scaler = self.loss_scale
         self.shard_degree, self.groups = shard_degree, groups
         self.master_grad = master_grad and self.half_weights
+        self.recorded = recorded
         # with master_grad each micro-batch is reduced before it is added up
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad
 
@@ -118,10 +124,30 @@ class SteppingTrainer(Trainer):
         return total
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.recorded:
+            given = {**self._prepare_inputs(inputs), ITEMS: num_items_in_batch}
+            loss = self.recorded_passes(given, self.loss_scale.value if self.loss_scale else 1.0)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.master_grad and self.master_optimizer is not None:
             self.master_optimizer.add_gradients()
         return loss
+
+    @cached_property
+    def recorded_passes(self) -> RecordedPasses:
+        """Made at the first step, when the optimizer is there."""
+        optimizer = self.master_optimizer
+        weights = optimizer.weights if optimizer else [p for p in self.network.parameters() if p.requires_grad]
+        sums = None
+        if self.args.gradient_accumulation_steps > 1 and not self.master_grad:
+            sums = optimizer.gradient_places if optimizer else [torch.zeros_like(weight) for weight in weights]
+        step = super().training_step
+
+        def passes(tensors: Tensors) -> torch.Tensor:
+            inputs = {name: value for name, value in tensors.items() if name != ITEMS}
+            return step(self.network, inputs, tensors[ITEMS])
+
+        return RecordedPasses(passes, weights, sums)
 
     def _clip_grad_norm(self, model):
         if self.master_optimizer is None:
