@@ -99,8 +99,8 @@ def linear_cross_entropy(
         weight: (V, D) rows of the output embedding; with a vocabulary split over processes, this process's rows.
         targets: (N,) int64 token ids; entries equal to `ignore_index` count neither in loss nor in gradient.
         first_id: the token id of `weight`'s first row.
-        reduce: combines per-token values (C, 1) of a chunk over the processes that share the vocabulary by "max" or "sum";
-            the identity when one process holds all of it.
+        reduce: combines per-token values (C, 1) of a chunk over the processes that share the vocabulary by "max" or
+            "sum"; the identity when one process holds all of it.
         chunk: `chunk_loss`, or the same compiled.
         chunk_tokens: tokens that go through together.
     """

@@ -26,7 +26,7 @@ from gptlm.recipes.pretrain_data import (
     window,
 )
 from gptlm.recipes.sharding import deepspeed_config
-from gptlm.recipes.speed import compile_if_wanted, float8_if_wanted, recorded
+from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
 from gptlm.recipes.start import output_locked
 from gptlm.recipes.training import (
     begin,
@@ -80,6 +80,7 @@ def _run(
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
     float8_if_wanted(run, model, machine.device)
     compiled = compile_if_wanted(run, model, machine.device, default=True)
+    at_once = exchanged_at_once(run, machine, sharded=deepspeed is not None)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(
@@ -92,7 +93,8 @@ def _run(
         seq_length=run.data.max_seq_length,
         flops_per_sample=_flops(run),
         utilisation=_utilisation(run, machine),
-        recorded=_recorded(run, machine, compiled=compiled, sharded=deepspeed is not None),
+        exchanged_at_once=at_once,
+        recorded=_recorded(run, machine, compiled=compiled, alone=at_once or run.dims.world == 1 and deepspeed is None),
         **layout_arguments(run, mesh, machine),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
@@ -104,9 +106,9 @@ def _run(
     return metrics
 
 
-def _recorded(run: PretrainRun, machine: Machine, *, compiled: bool, sharded: bool) -> bool:
+def _recorded(run: PretrainRun, machine: Machine, *, compiled: bool, alone: bool) -> bool:
     uneven = "documents differ in length" if run.data.document_masking == "attention" else None
-    return recorded(run, machine.device, compiled=compiled, sharded=sharded, obstacle=uneven)
+    return recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
 
 
 def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:

@@ -31,7 +31,7 @@ from gptlm.recipes.sft_data import (
 )
 from gptlm.recipes.sft_sources import find_sources
 from gptlm.recipes.sharding import deepspeed_config
-from gptlm.recipes.speed import compile_if_wanted, float8_if_wanted, recorded
+from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
 from gptlm.training import checkpoint
@@ -83,9 +83,7 @@ def _run(
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     float8_if_wanted(run, model, machine.device)
     compiled = compile_if_wanted(run, model, machine.device, default=False)
-    recorded(
-        run, machine.device, compiled=compiled, sharded=deepspeed is not None, obstacle="examples differ in length"
-    )
+    recorded(run, machine.device, compiled=compiled, alone=True, obstacle="examples differ in length")
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:
@@ -99,6 +97,7 @@ def _run(
         processing_class=tokenizer,
         schedule=_schedule(run),
         seq_length=data.tokens_per_sample,
+        exchanged_at_once=exchanged_at_once(run, machine, sharded=deepspeed is not None),
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )

@@ -1,7 +1,9 @@
 """What makes a run faster on the machine it meets: compiling, recorded passes, float8."""
 
 import logging
+import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -41,17 +43,49 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     return False
 
 
-def recorded(run: Run, device: str, *, compiled: bool, sharded: bool, obstacle: str | None = None) -> bool:
+def exchanged_at_once(run: Run, machine: Machine, *, sharded: bool) -> bool:
+    """Whether gradients are exchanged in one go after the backward pass, where that is faster than during it.
+
+    It is between cards with NVLink, where the exchange takes some 3 % of a step and what goes on beside a backward
+    pass takes more; and on a CPU, which does one thing at a time.
+
+    Args:
+        sharded: whether DeepSpeed takes part.
+    """
+    world = run.dims.world
+    one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world
+    if sharded or world == 1 or not one_node or not machine.half_weights:
+        return False
+    return machine.device == "cpu" or _linked(world)
+
+
+def _linked(cards: int) -> bool:
+    """Whether NVLink joins each two of the first `cards` GPUs; False where that cannot be seen."""
+    if torch.cuda.device_count() < cards:
+        return False
+    try:
+        from torch._C import _distributed_c10d
+        from torch._C._autograd import DeviceType
+
+        detect: Any = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
+        links = detect(DeviceType.CUDA, "nvlink").matrix
+    except (AttributeError, ImportError, RuntimeError):
+        return False
+    return all(links[one][other] for one in range(cards) for other in range(cards) if one != other)
+
+
+def recorded(run: Run, device: str, *, compiled: bool, alone: bool, obstacle: str | None = None) -> bool:
     """Whether the passes of a micro-batch are replayed as a CUDA graph, as --cuda_graphs says; unset, where they can.
 
     Args:
-        compiled, sharded: whether the blocks are compiled, and DeepSpeed takes part.
+        compiled: whether the blocks are.
+        alone: nothing is exchanged with other processes during the passes.
         obstacle: why batches differ in shape, if they do.
     """
     wanted = run.training.cuda_graphs
     if device != "cuda":
         obstacle = "there is no GPU"
-    elif sharded or run.dims.world > 1:
+    elif not alone:
         obstacle = "processes exchange gradients during the passes"
     elif not compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"

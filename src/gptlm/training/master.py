@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gptlm.model.compiling import why_not
@@ -96,6 +97,16 @@ class MasterWeightAdamW(torch.optim.Optimizer):
             self._gradient = self._half
         self._factor = torch.ones((), device=self._gradient.device)
         self.added = False
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Those taken become the mean over all processes, in one exchange."""
+        world = dist.get_world_size()
+        if self._gradient.dtype == torch.float16:
+            self._gradient.div_(world)  # a sum might overflow
+        else:
+            self._factor = self._factor / world
+        dist.all_reduce(self._gradient)
 
     @property
     def gradients(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 Overridden, and why:
     create_optimizer                  master weights for half-precision ones (fp16_opt_level O2)
+    _wrap_model                       no DistributedDataParallel where gradients are exchanged at once
     _prepare_for_training             DeepSpeed in groups of replicas and with our loss scale
     training_step                     float32 sums of gradients, recorded passes
     _clip_grad_norm, _get_grad_norm   on the master weights
@@ -33,6 +34,19 @@ ITEMS = "num_items_in_batch"
 FP16_ADVICE = ", or --bf16 instead of --fp16"
 
 
+class Replica(torch.nn.Module):
+    """A model of which every process has the same copy; who steps it sees to that."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.module = module
+        for weight in module.parameters():
+            dist.broadcast(weight.data, 0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 class SteppingTrainer(Trainer):
     """Trainer that steps float32, autocast and half-precision weights alike.
 
@@ -41,6 +55,7 @@ class SteppingTrainer(Trainer):
         master_grad: add the gradients of half-precision weights up in float32.
         shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
         groups: DeepSpeed's process groups, where processes share a replica.
+        exchanged_at_once: half-precision weights' gradients are exchanged in one go after the passes, not during them.
         recorded: replay forward and backward passes as a CUDA graph; batches have the same shape.
     """
 
@@ -51,6 +66,7 @@ class SteppingTrainer(Trainer):
         master_grad: bool = False,
         shard_degree: int | None = None,
         groups: Any = None,
+        exchanged_at_once: bool = False,
         recorded: bool = False,
         **kwargs: Any,
     ):
@@ -61,9 +77,9 @@ class SteppingTrainer(Trainer):
             self.accelerator.scaler = self.loss_scale
         self.shard_degree, self.groups = shard_degree, groups
         self.master_grad = master_grad and self.half_weights
-        self.recorded = recorded
+        self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
         # with master_grad each micro-batch is reduced before it is added up
-        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad and not exchanged_at_once
 
     @property
     def network(self) -> Any:
@@ -88,6 +104,11 @@ class SteppingTrainer(Trainer):
         _, settings = self.get_optimizer_cls_and_kwargs(self.args, self.network)
         self.optimizer = MasterWeightAdamW(groups, **settings)
         return self.optimizer
+
+    def _wrap_model(self, model, training=True, dataloader=None):
+        if not (training and self.exchanged_at_once) or isinstance(model, Replica):
+            return super()._wrap_model(model, training, dataloader)
+        return Replica(model)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         shards = ShardGroups(self.shard_degree) if self.shard_degree else None
@@ -163,6 +184,8 @@ class SteppingTrainer(Trainer):
         optimizer = self.master_optimizer
         assert optimizer is not None
         optimizer.take_gradients()
+        if self.exchanged_at_once:
+            optimizer.average_gradients()
         if self.loss_scale is not None:
             self.loss_scale.unscale_(optimizer)
         return clip(optimizer, max_norm)
