@@ -2,13 +2,15 @@
 
     python benchmarks/loops.py loop|trainer --data PREFIX --layers 24 --width 1024 --heads 16 --micro 16 --steps 40
 
-Prints one JSON object: seconds of each step, seconds to the first one after imports, largest memory. The loop's batch
-comes from the same token file as ours; the Trainer's from memory, which costs it nothing.
+Under torchrun the loop is DistributedDataParallel; the Trainer is, too, or DeepSpeed ZeRO with --zero. Prints one
+JSON object: seconds of each step, seconds to the first one after imports, largest memory. The loop's batch comes from
+the same token file as ours; the Trainer's from memory, which costs it nothing.
 """
 
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -62,17 +65,21 @@ class Network(nn.Module):
 
 
 def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """float32 weights, on a GPU under autocast, everything compiled, fused AdamW."""
-    network = Network(
+    """float32 weights, on a GPU under autocast, everything compiled, fused AdamW; several processes with DDP."""
+    network: Any = Network(
         arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, 1024, arguments.dropout
     ).to(device)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        network = nn.parallel.DistributedDataParallel(network)
     decayed = [p for p in network.parameters() if p.dim() >= 2]
     others = [p for p in network.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=device == "cuda")
     compiled: Any = torch.compile(network)
     tokens = np.memmap(f"{arguments.data}.bin", dtype=np.uint16, mode="r")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(int(os.environ.get("RANK", 0)))
 
     def batch() -> tuple[Tensor, Tensor]:
         starts = rng.integers(len(tokens) - 1025, size=arguments.micro)
@@ -96,6 +103,8 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             marks.append(time.perf_counter())
+    if world > 1:
+        dist.destroy_process_group()
     return timed(marks)
 
 
@@ -128,13 +137,23 @@ def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         settings = TrainingArguments(
             folder, per_device_train_batch_size=arguments.micro, max_steps=arguments.steps, bf16=device == "cuda",
             max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=device == "cpu", deepspeed=arguments.deepspeed, weight_decay=0.1, learning_rate=1e-4,
+            use_cpu=device == "cpu", deepspeed=zero_settings(arguments.zero), weight_decay=0.1, learning_rate=1e-4,
         )  # fmt: skip
         clock = Clock()
         clock.marks[0] = time.perf_counter()
         samples = [{"input_ids": row, "labels": row} for row in rows]
         Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples, callbacks=[clock]).train()  # type: ignore[arg-type]
     return timed(clock.marks)
+
+
+def zero_settings(stage: int) -> dict[str, Any] | None:
+    """As HuggingFace's documentation has them."""
+    if not stage:
+        return None
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
+    zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"} if stage == 3 else {}
+    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {**batch, "bf16": {"enabled": "auto"}, "zero_optimization": zero, "gradient_clipping": "auto"}
 
 
 def main() -> None:
@@ -145,14 +164,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--deepspeed")
+    parser.add_argument("--zero", type=int, default=0, help="DeepSpeed stage of the Trainer")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     found = (loop if arguments.what == "loop" else trainer)(arguments, device)
     found["memory"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    if int(os.environ.get("RANK", 0)) == 0:
+        sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,12 @@ OURS = {  # names -> flags
     "ours stage3": "--bf16 --fp16_opt_level O2 --sharding stage3",
     "ours fp32": "",
 }
-OTHERS = ("loop", "trainer")
+OTHERS = {
+    "loop": "loop",
+    "trainer": "trainer",
+    "trainer zero2": "trainer --zero 2",
+    "trainer zero3": "trainer --zero 3",
+}
 
 
 def main() -> None:
@@ -50,11 +55,11 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16, help="samples of 1024 tokens")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1, help="of ours, one per card")
+    parser.add_argument("--processes", type=int, default=1, help="one per card")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--peak", type=float, default=989.0, help="10^12 operations per second of a card")
     parser.add_argument("--more", default="", help="flags added to ours")
-    parser.add_argument("--only", nargs="*", default=["ours", *OTHERS])
+    parser.add_argument("--only", nargs="*", default=["ours", "loop", "trainer"])
     parser.add_argument("--json", dest="file")
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
@@ -84,17 +89,23 @@ def print_row(case: str, result: dict[str, Any], arguments: argparse.Namespace) 
     )
 
 
+def launcher(arguments: argparse.Namespace) -> list[str]:
+    if arguments.processes == 1:
+        return [sys.executable]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
+    return [sys.executable, *run]
+
+
 def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     layers, width, heads = SIZES[arguments.model]
-    words = [case, "--data", folder / "data" / "c", "--layers", layers, "--width", width, "--heads", heads]
-    words += ["--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "loops.py"), *map(str, words)], capture_output=True, text=True
-    )
+    words = [*OTHERS[case].split(), "--data", folder / "data" / "c", "--layers", layers, "--width", width]
+    words += ["--heads", heads, "--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
+    script = str(ROOT / "benchmarks" / "loops.py")
+    done = subprocess.run([*launcher(arguments), script, *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         print(case, "failed", done.stderr[-2000:], file=sys.stderr)
         return {}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -108,13 +119,10 @@ def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, An
         f"--hidden_dropout_prob {arguments.dropout} --attention_probs_dropout_prob {arguments.dropout} "
         f"{OURS[case]} {arguments.more}"
     ).split()
-    command = [sys.executable]
-    if arguments.processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
     marks = folder / "marks.json"
     environment = {**os.environ, "GPTLM_STEP_TIMES": str(marks)}
     script = str(ROOT / "benchmarks" / "timed.py")
-    done = subprocess.run([*command, script, *words], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*launcher(arguments), script, *words], capture_output=True, text=True, env=environment)
     if done.returncode:
         print(case, "failed", done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
         return {}
