@@ -115,9 +115,8 @@ def part(x: Tensor, group: Any, dim: int) -> Tensor:
 
 
 def _sum(x: Tensor, group: Any) -> Tensor:
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
+    # not dist.all_reduce, which changes x: compiled by torch 2.11, gradients did not go on behind it
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
 
 
 def _joined(x: Tensor, group: Any) -> Tensor:
