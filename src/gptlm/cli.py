@@ -52,7 +52,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
         _print_run(run)
         return None
     if run.launch:  # the command asks for processes that nobody started
-        return launch(["-m", "gptlm", "pretrain", *words])
+        return launch([*run.launch, "-m", "gptlm", "pretrain", *words])
     see_one_card(run.training.device, os.environ)
     from gptlm.recipes.pretrain import pretrain as recipe
 

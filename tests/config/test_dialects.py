@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptlm.config import spellings_megatron
+from gptlm.config.launching import parse_launch
 from gptlm.config.planning import sizes_of
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.errors import UsageError
@@ -218,7 +219,7 @@ def test_errors_speak_the_user_s_words(text, says):
 def test_processes_that_the_command_asks_for():
     text = ONEFLOW.replace("--num-gpus-per-node 1", "--num-gpus-per-node 4 --num-nodes 2")
     text = text.replace("--global-batch-size 8", "--global-batch-size 64")
-    assert resolve(text, printing=False).launch
+    assert resolve(text, printing=False).launch == ("--num_gpus_per_node", "4", "--num_nodes", "2")
     assert not resolve(text, printing=False, environment={"WORLD_SIZE": "8"}).launch
     assert not resolve(ONEFLOW, printing=False).launch
     assert json.loads(parse_pretrain(text.split(), {}, printing=True).as_json())["run"]["world_size"] == 8
@@ -354,6 +355,13 @@ def test_the_8_card_recipes(name):
     assert sizes_of(run).parameters / 1e6 == pytest.approx(millions, abs=0.06)
     assert (run.training.save_steps, run.data.eval_iters) == (100000, 10 * accumulation)
     assert run.training.output_dir == "ckpts/ckpts_tmp" and run.training.log_format == "megatron"
+
+
+def test_the_launcher_is_told_what_a_file_asks_for():
+    words = "-c distribute_pretrain_4n8d --dataset d --node-ips 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4".split()
+    run = parse_pretrain(words, {})
+    plan = parse_launch([*run.launch, "-m", "gptlm", "pretrain", *words], is_own=lambda address: address == "10.0.0.3")
+    assert (plan.processes, plan.nodes, plan.rank, plan.master) == (8, 4, 2, "10.0.0.1")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

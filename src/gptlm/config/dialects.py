@@ -182,3 +182,9 @@ def wanted_processes(values: Mapping[str, Any]) -> int | None:
     """Processes that the command itself asks for; None if it does not say."""
     per_node, nodes = values["num_gpus_per_node"], values["num_nodes"]
     return None if per_node is None else per_node * nodes
+
+
+def launch_words(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the launcher is told of the processes that the command or its file asks for."""
+    given = {name: values[name] for name in ("num_gpus_per_node", "num_nodes", "node_ips")}
+    return tuple(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value)))

@@ -10,7 +10,7 @@ from gptlm.config import spellings, spellings_megatron
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
 from gptlm.config.checks import pretrain_problems, problems_of
-from gptlm.config.dialects import DialectArguments, resolve_dialect, wanted_processes
+from gptlm.config.dialects import DialectArguments, launch_words, resolve_dialect, wanted_processes
 from gptlm.config.fleetx_words import training_words
 from gptlm.config.foreign import take_foreign_model, take_foreign_start
 from gptlm.config.layouts import degrees_fit, not_built
@@ -116,11 +116,11 @@ class PretrainRun(Run):
     """A run on token files.
 
     Attributes:
-        launch: its processes are still to be started.
+        launch: what to tell the launcher where the processes are still to be started; else empty.
     """
 
     data: DataArguments
-    launch: bool = False
+    launch: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -166,22 +166,22 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     return PretrainRun(data=build(DataArguments, parsed.values), launch=launch, **fields)
 
 
-def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> bool:
-    """Whether the processes that the command asks for are still to be started."""
+def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
+    """The launcher's words if the processes that the command or its file asks for are still to be started, else ()."""
     wanted, given = wanted_processes(parsed.values), environment.get("WORLD_SIZE")
     if wanted is None:
-        return False
+        return ()
     source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
     if given is None:
         if printing and parsed.values["world_size"] is None:
             parsed.set("world_size", wanted, source)
-        return wanted > 1 and not printing
+        return launch_words(parsed.values) if wanted > 1 and not printing else ()
     if given.strip().isdigit() and int(given) != wanted:
         raise UsageError(
             f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x num_nodes "
             f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
         )
-    return False
+    return ()
 
 
 def resolve(
