@@ -74,6 +74,8 @@ def test_the_printed_command_resolves(capsys):
         ("--num_gpus 0", "--num_gpus 0: expected more than 0"),
         ("--num_gpuss 8", "--num_gpuss is unknown"),
         ("--tensor_parallel_degree 1 --pipeline_parallel_degree 2 --world_size 2", "are what is planned"),
+        ("-c pretrain_gpt_1.3B_dp8 -o Distributed.mp_degree=2", "are what is planned"),
+        ("--world_size 2", "--world_size 2: the cards to plan for are --num_gpus"),
     ],
 )
 def test_what_cannot_be_planned(words, says):
@@ -93,6 +95,21 @@ def test_what_does_not_fit(words, says):
 
     with pytest.raises(GptlmError, match=says):
         plan(parse_plan(f"{words} --global_batch_size 32 --bf16 --fp16_opt_level O2".split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "total"),
+    [
+        ("--per_device_train_batch_size 2 --gradient_accumulation_steps 3", 2 * 3 * 16),
+        ("--local_batch_size 5", 5 * 16),
+        ("--global_batch_size 24", 24),
+        ("-c gpt-3.7b", 16),  # the file's
+        ("-c pretrain_gpt_1.3B_dp8", 8 * 16),
+        ("-c pretrain_gpt_13B_mp2_pp8 -o Global.global_batch_size= -o Global.local_batch_size=8", 8 * 16 // (2 * 8)),
+    ],
+)
+def test_the_global_batch_is_that_of_all_cards(words, total):
+    assert parse_plan(["--num_gpus", "16", *words.split()]).global_batch == total
 
 
 def test_auto_parallel_takes_the_best(capsys):

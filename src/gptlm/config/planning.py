@@ -1,5 +1,6 @@
 """Flags of `gptlm plan`, and the layout that `--auto_parallel` takes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,29 +28,54 @@ class PlanArguments:
 
 OWN = Vocabulary((PlanArguments,))
 PLAN = Vocabulary((PlanArguments, *PRETRAIN.groups), PRETRAIN.renamed, PRETRAIN.ignored, PRETRAIN.refused)
+DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree")
+ALONE = (
+    "--world_size 1 --tensor_parallel_degree 1 --pipeline_parallel_degree 1 --virtual_pp_degree 1 "
+    "--sequence_parallel 0 --data_parallel_degree -1 --sharding_parallel_degree -1"
+).split()
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """A checked planning command."""
+    """A checked planning command.
+
+    Attributes:
+        run: the job in one process.
+        typed: its words.
+        global_batch: samples in a step on all cards.
+    """
 
     machine: PlanArguments
     run: PretrainRun
     typed: tuple[str, ...]
+    global_batch: int
 
 
 def parse_plan(argv: Sequence[str]) -> PlanJob:
-    """Raises UsageError listing everything that is wrong."""
+    """The job; degrees that a file gives only say how many replicas read a batch each, where nothing says of all.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
     own, rest = _own_words(list(argv))
     parsed = parse(OWN, own)
     values: dict[str, Any] = parsed.values
     problems = [f"--{name} {value:g}: expected more than 0" for name, value in values.items() if not value > 0]
     if problems:
         raise UsageError("\n".join(problems))
-    run = parse_pretrain(rest, {}, printing=True)
-    if run.dims.shares_replicas:
+    given = parse(PRETRAIN, rest)
+    degrees = {name: max(given.values[name], 1) for name in DEGREES}
+    if any(degree > 1 and given.sources[name].startswith("-") for name, degree in degrees.items()):
         raise UsageError("tensor and pipeline degrees are what is planned; leave them out")
-    return PlanJob(build(PlanArguments, values), run, tuple(rest))
+    if given.values["world_size"] is not None:
+        raise UsageError(
+            f"--world_size {given.values['world_size']}: the cards to plan for are --num_gpus; leave it out"
+        )
+    run = parse_pretrain([*rest, *ALONE], {}, printing=True)
+    total = run.batch.total
+    if given.values["global_batch_size"] is None:
+        total *= max(values["num_gpus"] // math.prod(degrees.values()), 1)
+    return PlanJob(build(PlanArguments, values), run, tuple(rest), total)
 
 
 def _own_words(argv: list[str]) -> tuple[list[str], list[str]]:

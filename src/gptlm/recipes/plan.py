@@ -18,9 +18,9 @@ def plan(job: PlanJob) -> Candidate:
         GptlmError: if nothing fits, saying what comes nearest.
     """
     sizes, machine = sizes_of(job.run), cluster_of(job.machine)
-    batch, precision = job.run.batch.total, precision_of(job.run)
+    batch, precision = job.global_batch, precision_of(job.run)
     found = candidates(sizes, machine, batch, precision)
-    _check(found, sizes, machine, batch, precision)
+    _check(job, found, sizes, machine, precision)
     print(
         f"{sizes.parameters / 1e9:.2f}B parameters, {sizes.length} tokens a sample, global batch {batch}, {precision}, "
         f"{machine.cards} cards of {machine.memory / GIB:g} GiB; {len(found)} layouts fit"
@@ -57,9 +57,10 @@ def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
     )
 
 
-def _check(found: list[Candidate], sizes: Sizes, machine: Cluster, batch: int, precision: str) -> None:
+def _check(job: PlanJob, found: list[Candidate], sizes: Sizes, machine: Cluster, precision: str) -> None:
     if found:
         return
+    batch = job.global_batch
     least = smallest(sizes, machine, batch, precision)
     if least is None:
         raise GptlmError(
