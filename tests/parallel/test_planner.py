@@ -7,10 +7,10 @@ import time
 import pytest
 
 from gptlm.cli import main
-from gptlm.config.planning import parse_plan, with_layout
+from gptlm.config.planning import parse_plan, with_layout, words_of
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
-from gptlm.parallel.memory import GIB, Sizes
+from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import RESERVE, Cluster, candidates, layouts, smallest
 
 M345 = Sizes(layers=24, width=1024, inner=4096, heads=16, vocabulary=50304, positions=1024, length=1024)
@@ -110,6 +110,20 @@ def test_what_does_not_fit(words, says):
 )
 def test_the_global_batch_is_that_of_all_cards(words, total):
     assert parse_plan(["--num_gpus", "16", *words.split()]).global_batch == total
+
+
+def test_the_printed_command_takes_back_what_the_job_says():
+    """Sharding, recomputation, chunks, the sequence and the local batch are those of the row."""
+    words = (
+        "-c pretrain_gpt_6.7B_sharding16 --virtual_pp_degree 2 --sequence_parallel 1 --data_parallel_degree 2".split()
+    )
+    job = parse_plan(["--num_gpus", "8", *words])
+    for layout in (Layout(data=8, micro=4, accumulation=2), Layout(pipeline=2, data=4, micro=16, stage=1, shards=4)):
+        run = parse_pretrain([*words, *words_of(layout, job.given)], {"WORLD_SIZE": "8"})
+        stage = f"stage{layout.stage}" if layout.stage else ""
+        assert (run.parallel.sharding, run.parallel.sharding_parallel_degree) == (stage, layout.shards)
+        assert (run.parallel.virtual_pp_degree, run.parallel.sequence_parallel, run.training.recompute) == (1, 0, 0)
+        assert (run.batch.micro, run.batch.accumulation) == (layout.micro, layout.accumulation)
 
 
 def test_auto_parallel_takes_the_best(capsys):

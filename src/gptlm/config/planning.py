@@ -42,12 +42,14 @@ class PlanJob:
     Attributes:
         run: the job in one process.
         typed: its words.
+        given: its flags as the words and a file have them.
         global_batch: samples in a step on all cards.
     """
 
     machine: PlanArguments
     run: PretrainRun
     typed: tuple[str, ...]
+    given: Mapping[str, Any]
     global_batch: int
 
 
@@ -75,7 +77,7 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
     total = run.batch.total
     if given.values["global_batch_size"] is None:
         total *= max(values["num_gpus"] // math.prod(degrees.values()), 1)
-    return PlanJob(build(PlanArguments, values), run, tuple(rest), total)
+    return PlanJob(build(PlanArguments, values), run, tuple(rest), _settings(given.values, run), total)
 
 
 def _own_words(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -114,7 +116,8 @@ def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
             f"--auto_parallel: no layout of {run.dims.world} processes fits into {run.parallel.auto_parallel_memory:g} "
             f"GiB a card with a global batch of {run.batch.total}; gptlm plan says what comes nearest"
         )
-    return [*argv, "--global_batch_size", str(run.batch.total), *words_of(found[0].layout)]
+    given = _settings(parse(PRETRAIN, argv).values, run)
+    return [*argv, "--global_batch_size", str(run.batch.total), *words_of(found[0].layout, given)]
 
 
 def sizes_of(run: PretrainRun) -> Sizes:
@@ -147,17 +150,30 @@ def precision_of(run: PretrainRun) -> str:
     return training.fp16_opt_level if half else "fp32"
 
 
-def words_of(layout: Layout) -> list[str]:
-    """The flags of a layout."""
-    words = ["--tensor_parallel_degree", str(layout.tensor), "--pipeline_parallel_degree", str(layout.pipeline)]
-    words += ["--per_device_train_batch_size", str(layout.micro)]
-    words += ["--gradient_accumulation_steps", str(layout.accumulation)]
-    if layout.chunks > 1:
-        words += ["--virtual_pp_degree", str(layout.chunks)]
-    if layout.sequence:
-        words += ["--sequence_parallel", "1"]
-    if layout.stage:
-        words += ["--sharding", f"stage{layout.stage}"]
+def _settings(values: Mapping[str, Any], run: PretrainRun) -> dict[str, Any]:
+    """`values` as given, the sharding by whatever word."""
+    return {**values, "sharding": run.parallel.sharding}
+
+
+def words_of(layout: Layout, given: Mapping[str, Any]) -> list[str]:
+    """The flags of a layout, those that take back what is `given` otherwise among them."""
+    words: dict[str, Any] = {
+        "tensor_parallel_degree": layout.tensor,
+        "pipeline_parallel_degree": layout.pipeline,
+        "per_device_train_batch_size": layout.micro,
+        "gradient_accumulation_steps": layout.accumulation,
+    }
+    if given["local_batch_size"] is not None:
+        words["local_batch_size"] = layout.micro * layout.accumulation
+    if layout.chunks > 1 or given["virtual_pp_degree"] > 1:
+        words["virtual_pp_degree"] = layout.chunks
+    if layout.sequence or given["sequence_parallel"]:
+        words["sequence_parallel"] = int(layout.sequence)
+    if layout.stage or given["sharding"]:
+        words["sharding"] = f"stage{layout.stage}" if layout.stage else "none"
+    words |= {name: -1 for name in ("sharding_parallel_degree", "data_parallel_degree") if given[name] > 0}
+    if layout.recompute or given["recompute"]:
+        words["recompute"] = int(bool(layout.recompute))
     if layout.recompute:
-        words += ["--recompute", "1", "--recompute_granularity", layout.recompute]
-    return words
+        words["recompute_granularity"] = layout.recompute
+    return [word for name, value in words.items() for word in (f"--{name}", str(value))]
