@@ -1,8 +1,11 @@
 """Tensor, pipeline and sequence parallelism against an independent single-process loop on stock GPT-2.
 
+And tensor parallelism against DeepSpeed's own, AutoTP, on stock GPT-2.
+
 All runs of two and of four processes happen in one launched session each; the tests look at what they left.
 """
 
+import json
 import math
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptlm.training.checkpoint import read
-from tests.recipes.test_pretrain import reference_run
-from tests.recipes.test_sharding import NO_DROPOUT, losses, norms, run_session
+from tests.recipes.test_pretrain import reference_batches, reference_run
+from tests.recipes.test_sharding import NO_DROPOUT, launch, losses, norms, run_session
 
 STEPS, SAVED = 6, 3
 BASE = (
@@ -127,6 +130,29 @@ def test_two_processes_train_like_one(two, wanted, name):
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_train_like_one(four, wanted, name):
     check(four, wanted, name)
+
+
+@pytest.fixture(scope="module")
+def autotp(model, corpus_folder, tmp_path_factory):
+    """What DeepSpeed's AutoTP makes of the same weights and samples on two processes, see autotp.py."""
+    folder = tmp_path_factory.mktemp("autotp")
+    torch.save(reference_batches(corpus_folder / "mmap", STEPS, 8), folder / "batches.pt")
+    launch(2, "autotp.py", model, folder / "batches.pt", folder / "result.json", log=folder / "log.txt")
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["layers", "vocabulary"])
+def test_deepspeeds_own_tensor_parallelism_trains_alike(two, autotp, case):
+    """The losses of both ways to split one network, with the vocabulary as we do and without; layers are 4."""
+    split = {name.removeprefix("transformer.") for name in autotp[case]["split"]}
+    parts = ("attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight")
+    parts += ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight")
+    vocabulary = {"wte.weight"} if case == "vocabulary" else set()
+    assert split == {f"h.{layer}.{part}" for layer in range(4) for part in parts} | vocabulary
+    for name in ("tp2", "tp2 sp"):
+        assert losses(two[1][name]) == pytest.approx(autotp[case]["losses"], abs=1e-5)
+        assert norms(two[1][name]) == pytest.approx(autotp[case]["norms"], abs=1e-4)
 
 
 @pytest.mark.slow

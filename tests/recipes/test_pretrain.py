@@ -69,6 +69,15 @@ def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+def reference_batches(data_folder, steps, size):
+    """Tokens (steps, size, 17) and learning rates of each step."""
+    corpora = open_corpora(str(data_folder), "80,10,10")
+    train = build_split(corpora, "train", num_samples=steps * size, seq_length=16, seed=42, cache=IndexCache([]))
+    tokens = torch.tensor(np.stack([train[i] for i in range(steps * size)])).view(steps, size, 17)
+    rates = [1e-2 * (step + 1) / 2 if step + 1 <= 2 else 1e-3 + (1 - (step - 1) / 4) * 9e-3 for step in range(steps)]
+    return tokens, rates
+
+
 def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=None):
     """An independent plain loop on stock GPT-2: losses of each step, final weights, gradient norms."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -77,20 +86,14 @@ def reference_run(model_folder, data_folder, steps, batch, accumulation, masked=
             module.p = 0.0
     model.config.attn_pdrop = 0.0
     model.train()
-    corpora = open_corpora(str(data_folder), "80,10,10")
-    train = build_split(
-        corpora, "train", num_samples=steps * batch * accumulation, seq_length=16, seed=42, cache=IndexCache([])
-    )
     decayed = [p for name, p in model.named_parameters() if "bias" not in name and "ln_" not in name]
     rest = [p for name, p in model.named_parameters() if "bias" in name or "ln_" in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     found, norms = [], []
-    for step in range(steps):
-        rate = 1e-2 * (step + 1) / 2 if step + 1 <= 2 else 1e-3 + (1 - (step - 1) / 4) * 9e-3
+    for tokens, rate in zip(*reference_batches(data_folder, steps, batch * accumulation)):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        tokens = torch.tensor(np.stack([train[step * batch * accumulation + i] for i in range(batch * accumulation)]))
         logits = model(tokens[:, :-1]).logits
         targets = tokens[:, 1:]
         if masked is not None:

@@ -35,14 +35,19 @@ FLOAT16 = ("stage1 fp16 O1", "stage2 fp16 O1", "stage3 fp16 O1", "stage2 fp16 O2
 STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
 
 
+def launch(processes: int, script: str, *words: object, log: Path) -> None:
+    """Run a script of this folder in several processes of this machine; `log` gets all they say."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(ROOT / "tests" / "recipes" / script), *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    with open(log, "w") as file:
+        done = subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=900)
+    assert done.returncode == 0, log.read_text()[-3000:]
+
+
 def run_session(processes: int, cases: list, folder: Path) -> dict:
     (folder / "cases.json").write_text(json.dumps([[name, [str(word) for word in words]] for name, words in cases]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [ROOT / "tests" / "recipes" / "session.py", folder / "cases.json", folder / "results.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    with open(folder / "log.txt", "w") as log:
-        done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=900)
-    assert done.returncode == 0, (folder / "log.txt").read_text()[-3000:]
+    launch(processes, "session.py", folder / "cases.json", folder / "results.json", log=folder / "log.txt")
     return json.loads((folder / "results.json").read_text())
 
 
