@@ -4,7 +4,9 @@
 
 A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed leave to GPUs otherwise.
 
-CASES: [[name, [words of the command]], ...]; RESULTS: {name: {"history": [...], "metrics": {...}} or {"error": text}}.
+CASES: [[name, [words of the command]], ...]
+RESULTS: {name: {"history": [...], "metrics": {...}, "read": [KiB on each rank]} or {"error": text}}; read is what a
+process has touched of the token files it has mapped.
 """
 
 import gc
@@ -42,6 +44,17 @@ def float16_on_the_cpu(words):
         training.choose_machine = choose
 
 
+def kib_of_tokens(folder):
+    """Resident pages of the token files of `folder` in this process, by the kernel's account."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):  # the head of a mapping: range, rights, offset, device, inode, path
+            counts = line.endswith(".bin") and str(folder) in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
 def train(words):
     if "--dataset_name_or_path" in words:
         return sft(parse_sft(words, os.environ))
@@ -54,13 +67,15 @@ def main(cases: str, results: str) -> None:
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
         try:
+            gc.disable()  # what was mapped stays mapped: a trainer is part of a cycle
             with float16_on_the_cpu(words):
                 metrics = train(words)
-            dist.barrier()
+            read = [None] * dist.get_world_size()
+            dist.all_gather_object(read, kib_of_tokens(dict(zip(words, words[1:])).get("--input_dir", "")))
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
                 history = json.loads(state.read_text())["log_history"] if state.exists() else []
-                found[name] = {"metrics": metrics, "history": history}
+                found[name] = {"metrics": metrics, "history": history, "read": read}
         except (GptlmError, UsageError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}
@@ -68,6 +83,7 @@ def main(cases: str, results: str) -> None:
         torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
         unset_hf_deepspeed_config()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        gc.enable()
         gc.collect()
         dist.barrier()
     if dist.get_rank() == 0:

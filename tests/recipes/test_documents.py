@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from gptlm.config.run import parse_pretrain
-from gptlm.data.blocks import BlocksWithDocuments
+from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache
 from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
@@ -93,6 +93,8 @@ def test_sentences_of_one_document_stay_together(tmp_path):
         corpora, "train", num_samples=1, seq_length=11, seed=1, cache=IndexCache([]), data_order="fleetx"
     )
     assert BlocksWithDocuments(dataset)[0][1] == [5, 5, 2]
+    block, lengths = BlocksWithDocuments(UnreadBlocks(dataset))[0]  # what a stage that embeds nothing is served
+    assert block.tolist() == [0] * 12 and lengths == [5, 5, 2]
 
 
 def test_a_step_without_any_target_is_no_nan(tiny_model, tmp_path):

@@ -7,6 +7,7 @@ All runs of two and of four processes happen in one launched session each; the t
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ FOUR = {  # of four
     "tp2 stage2": f"{TP} --sharding stage2 {ONE}",
     "tp2 stage3": f"{TP} --sharding stage3 {ONE}",
     "pp2 stage1": f"{PP} --sharding stage1 {ONE}",
+    "pp4": f"--pipeline_parallel_degree 4 {ONE}",
 }
-MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}", "pp4": f"--pipeline_parallel_degree 4 {ONE}"}  # of four, slow
+MASKED = " --eod_mask_loss"
+MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
 
 
@@ -96,10 +99,13 @@ def two(words, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def four(words, tmp_path_factory):
+def four(words, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     cases = [case(words, folder, name, more) for name, more in FOUR.items()]
     cases.append(case(words, folder, "tp2 pp2 bf16", FOUR["tp2 pp2"] + HALF))
+    data = shutil.copytree(corpus_folder / "mmap", folder / "data")
+    for name in ("pp4", "tp2 pp2"):
+        cases.append(case(words, folder, f"{name} masked", f"{FOUR[name]}{MASKED} --input_dir {data}"))
     start = folder / "tp2_pp2" / f"checkpoint-{SAVED}"
     for name in ("tp2 stage3", "tp2 pp2"):
         cases.append(case(words, folder, f"tp2 pp2 to {name}", f"{FOUR[name]} --resume_from_checkpoint {start}"))
@@ -155,6 +161,16 @@ def test_deepspeeds_own_tensor_parallelism_trains_alike(two, autotp, case):
         assert norms(two[1][name]) == pytest.approx(autotp[case]["norms"], abs=1e-4)
 
 
+@pytest.mark.distributed
+def test_stages_between_the_first_and_the_last_read_no_tokens(four, wanted):
+    """Also where targets are left out, which each process counts: the loss is that of processes that read all."""
+    between, none = four[1]["pp4 masked"], four[1]["tp2 pp2 masked"]
+    assert between["read"][1:3] == [0, 0] and all(kib > 0 for kib in between["read"][::3] + none["read"])
+    assert losses(between) == pytest.approx(losses(none), abs=1e-5)
+    assert between["metrics"]["eval_loss"] == pytest.approx(none["metrics"]["eval_loss"], abs=1e-5)
+    assert losses(between) != pytest.approx(wanted[0], abs=1e-4)
+
+
 @pytest.mark.slow
 def test_more_layouts_of_four(words, wanted, tmp_path):
     results = run_session(4, [case(words, tmp_path, name, more) for name, more in MORE.items()], tmp_path)
@@ -185,7 +201,7 @@ def test_evaluations_agree(two, four):
         for name in (*TWO, *FOUR)
         if name in results and "stage" not in name  # two replicas read twice as many windows
     }
-    assert len(found) == len(TWO) + 2
+    assert len(found) == len(TWO) + 3
     for name, values in found.items():
         assert values == pytest.approx(found["pp2"], abs=2e-5), name
     alone = two[1]["only evaluated"]["metrics"]["eval_loss"]

@@ -21,7 +21,7 @@ BASE = (
     "--device cpu --disable_tqdm 1 --report_to none --hidden_dropout_prob 0 --attention_probs_dropout_prob 0 "
     "--continue_training"
 ).split()
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
 @pytest.fixture(scope="module")

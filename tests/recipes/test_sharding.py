@@ -39,7 +39,12 @@ def launch(processes: int, script: str, *words: object, log: Path) -> None:
     """Run a script of this folder in several processes of this machine; `log` gets all they say."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(ROOT / "tests" / "recipes" / script), *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    }
     with open(log, "w") as file:
         done = subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=900)
     assert done.returncode == 0, log.read_text()[-3000:]

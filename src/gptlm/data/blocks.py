@@ -44,6 +44,28 @@ class BlockDataset:
         return found
 
 
+class UnreadBlocks:
+    """`dataset` for a process that needs only its shapes: the samples and documents it has, every id 0.
+
+    Their lengths lie in the index; the token file is not read.
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return join(self.pieces(i))
+
+    def documents_of(self, i: int) -> list[int]:
+        return self.dataset.documents_of(i)
+
+    def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
+        return [(sequence, offset, np.zeros(len(ids), ids.dtype)) for sequence, offset, ids in self.dataset.pieces(i)]
+
+
 class BlocksWithDocuments:
     """`dataset[i]` is sample i of `dataset` and the lengths (in tokens, summing to seq_length + 1) of its documents."""
 

@@ -50,6 +50,11 @@ class Mesh(ProcessGroups):
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.dims.pipeline - 1
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a batch's ids or targets are used here; stages between need its shape only."""
+        return self.is_first_stage or self.is_last_stage
+
     # What DeepSpeed asks for
 
     def get_data_parallel_group(self) -> Any:

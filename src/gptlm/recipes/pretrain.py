@@ -85,8 +85,8 @@ def _run(
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(
         model=model,
-        train_dataset=served(run, datasets["train"]),
-        eval_dataset=window(run, datasets["valid"], run.eval_batches),
+        train_dataset=served(run, mesh, datasets["train"]),
+        eval_dataset=window(run, mesh, datasets["valid"], run.eval_batches),
         data_collator=collator(run),
         processing_class=tokenizer,
         schedule=schedule(run),
@@ -146,7 +146,7 @@ def _utilisation(run: PretrainRun, machine: Machine) -> float | None:
 
 def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
     """The final evaluation on the test split, where there is one."""
-    dataset = window(run, datasets["test"], run.test_batches)
+    dataset = window(run, trainer.mesh, datasets["test"], run.test_batches)
     if dataset is None:
         logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", run.data.split)
         return {}

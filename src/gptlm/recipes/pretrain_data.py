@@ -10,7 +10,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
-from gptlm.data.blocks import BlocksWithDocuments
+from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.collate import DocumentCollator, collate_blocks
 from gptlm.data.splits import (
@@ -23,6 +23,7 @@ from gptlm.data.splits import (
     refuse_short,
 )
 from gptlm.errors import GptlmError
+from gptlm.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -99,18 +100,23 @@ def data_cache(run: PretrainRun) -> IndexCache:
     return IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
 
 
-def window(run: PretrainRun, dataset: PretrainingDataset | None, batches: int) -> Subset | None:
+def window(run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None, batches: int) -> Subset | None:
     """The first `batches` batches of every process: each evaluation reads the same ones."""
     if dataset is None:
         return None
     size = run.training.per_device_eval_batch_size * run.dims.data
-    samples: Any = served(run, dataset)
+    samples: Any = served(run, mesh, dataset)
     return Subset(samples, range(min(batches, len(dataset) // size) * size))
 
 
-def served(run: PretrainRun, dataset: PretrainingDataset | None) -> PretrainingDataset | BlocksWithDocuments | None:
+def served(
+    run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None
+) -> PretrainingDataset | UnreadBlocks | BlocksWithDocuments | None:
     """What the loader reads: blocks, with the lengths of their documents where the batch needs them."""
-    return BlocksWithDocuments(dataset) if dataset is not None and _needs_documents(run) else dataset
+    if dataset is None:
+        return None
+    blocks = dataset if mesh is None or mesh.needs_tokens else UnreadBlocks(dataset)
+    return BlocksWithDocuments(blocks) if _needs_documents(run) else blocks
 
 
 def collator(run: PretrainRun) -> Callable[[list], dict[str, Any]]:
