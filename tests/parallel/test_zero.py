@@ -23,6 +23,14 @@ def test_there_are_no_other_files_and_no_optimizer_blocks():
         assert not {"optimizer", "scheduler"} & set(json.loads(file.read_text()))
 
 
+@pytest.mark.parametrize("size", [None, 1000, "auto"])
+def test_a_file_keeps_its_own_bucket_size(size):
+    """Also none, which is DeepSpeed's own, and "auto", which the Trainer fills in from the model's width."""
+    zero = {"stage": 2} if size is None else {"stage": 2, "reduce_bucket_size": size}
+    assert filled({"zero_optimization": zero}, RUN)["zero_optimization"] == zero
+    assert zero_config(2)["zero_optimization"]["reduce_bucket_size"] == 5 * 10**7
+
+
 def test_stage_zero_is_refused():
     with pytest.raises(ValueError, match="stage 0"):
         zero_config(0)

@@ -9,9 +9,11 @@ H100 and H200 cards, see `tests/parallel/test_memory.py`.
 
 from dataclasses import dataclass
 
+from gptlm.parallel.zero import BUCKET
+
 GIB = 2**30
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time, model/loss.py
-BUCKET = 5 * 10**8  # elements that DeepSpeed reduces at a time
+LARGE_BUCKET = 5 * 10**8  # DeepSpeed's own, with which the shares in `_buffers` were measured
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,13 @@ class Memory:
         return sum(parts)
 
 
-def memory_of(sizes: Sizes, layout: Layout) -> Memory:
+def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
     """What `layout` needs on its fullest card, the first stage of a pipeline (which has most micro-batches in flight).
 
     The last stage has the output layer instead; whichever needs more counts.
+
+    Args:
+        bucket: elements that DeepSpeed reduces at a time.
     """
     stage_layers = -(-sizes.layers // layout.pipeline)
     body = stage_layers * sizes.layer_parameters + sizes.embedding_parameters + sizes.positions * sizes.width
@@ -100,7 +105,8 @@ def memory_of(sizes: Sizes, layout: Layout) -> Memory:
         activations, output = max(first, last), 0.0
     else:
         activations = first
-    return Memory(**_states(own, layout), activations=activations, output=output, buffers=_buffers(own, layout))
+    buffers = _buffers(own, layout, bucket)
+    return Memory(**_states(own, layout), activations=activations, output=output, buffers=buffers)
 
 
 def in_flight(layout: Layout) -> float:
@@ -156,17 +162,19 @@ def _output(sizes: Sizes, layout: Layout) -> float:
     return chunk + rows * sizes.width * 4 + 2 * tokens * sizes.width * item
 
 
-def _buffers(own: float, layout: Layout) -> float:
+def _buffers(own: float, layout: Layout, bucket: int) -> float:
     """Of communication, and under autocast the half-precision copies of the weights."""
     item = 2 if layout.precision == "O2" else 4
     copies = own * 2 if layout.precision == "O1" else 0.0
-    if layout.tensor * layout.pipeline > 1:
-        return copies + BUCKET * item  # DeepSpeed's, made whole whatever is in it
+    if layout.pipeline > 1:
+        return copies + LARGE_BUCKET * item  # as measured; smaller buckets can only need less
+    if layout.tensor > 1:
+        return copies + 2 * bucket * item  # one fills while the other is reduced; made whole whatever is in them
     if layout.data == 1:
         return copies
     if layout.stage == 0:
         return copies + own * item  # DistributedDataParallel's buckets
     if layout.stage == 3:
         return copies + own * item  # gathered weights
-    bucket = min(own, BUCKET) * item
-    return copies + (4 if layout.precision == "O1" else 0.25) * bucket  # as measured: under autocast in float32
+    filled = min(own, LARGE_BUCKET) * item
+    return copies + (4 if layout.precision == "O1" else 0.25) * filled  # as measured: under autocast in float32

@@ -12,6 +12,7 @@ from typing import Any
 from gptlm.errors import UsageError
 
 CPU = {"device": "cpu", "pin_memory": True}
+BUCKET = 5 * 10**7  # elements reduced at a time: 100 MB in half precision keep a link busy, and many of them overlap
 SILENT = 1 << 30  # DeepSpeed's own progress lines come every so many steps
 SUPERSEDED = ("optimizer", "scheduler", "tensor_parallel", "pipeline", "amp", "data_efficiency", "compression_training")
 KNOWN = (
@@ -60,6 +61,7 @@ def zero_config(stage: int, *, offload: bool = False) -> dict[str, Any]:
     if stage not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {stage}: expected 1, 2 or 3")
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero["reduce_bucket_size"] = BUCKET  # DeepSpeed makes two of them whole; its own 5e8 take 2 GB, 4 in float32
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if offload:
