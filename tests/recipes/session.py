@@ -5,8 +5,8 @@
 A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed leave to GPUs otherwise.
 
 CASES: [[name, [words of the command]], ...]
-RESULTS: {name: {"history": [...], "metrics": {...}, "read": [KiB on each rank]} or {"error": text}}; read is what a
-process has touched of the token files it has mapped.
+RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...]} or {"error": text}}; read is how
+many KiB each process has touched of the token files it has mapped, scale the state of its loss scale at the end.
 """
 
 import gc
@@ -33,15 +33,23 @@ from gptlm.recipes.sft import sft
 
 @contextmanager
 def float16_on_the_cpu(words):
-    accelerator, choose = get_accelerator(), training.choose_machine
+    """Inside, with --fp16; the list it gives gets the loss scale of the run."""
+    accelerator, choose, make = get_accelerator(), training.choose_machine, training._loss_scale
+    made = []
+
+    def kept(*arguments):
+        made.append(make(*arguments))
+        return made[-1]
+
+    training._loss_scale = kept
     if "--fp16" in words:
         accelerator.is_fp16_supported = lambda: True
         accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
         training.choose_machine = lambda device, *, level, **_: Machine("cpu", "fp16", level)
     try:
-        yield
+        yield made
     finally:
-        training.choose_machine = choose
+        training.choose_machine, training._loss_scale = choose, make
 
 
 def kib_of_tokens(folder):
@@ -53,6 +61,13 @@ def kib_of_tokens(folder):
         elif counts and line.startswith("Rss:"):
             total += int(line.split()[1])
     return total
+
+
+def of_all(value):
+    """`value` of each rank."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def train(words):
@@ -68,14 +83,14 @@ def main(cases: str, results: str) -> None:
     for name, words in json.loads(Path(cases).read_text()):
         try:
             gc.disable()  # what was mapped stays mapped: a trainer is part of a cycle
-            with float16_on_the_cpu(words):
+            with float16_on_the_cpu(words) as scales:
                 metrics = train(words)
-            read = [None] * dist.get_world_size()
-            dist.all_gather_object(read, kib_of_tokens(dict(zip(words, words[1:])).get("--input_dir", "")))
+            read = of_all(kib_of_tokens(dict(zip(words, words[1:])).get("--input_dir", "")))
+            scale = of_all(scales[0].state_dict() if scales else None)
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
                 history = json.loads(state.read_text())["log_history"] if state.exists() else []
-                found[name] = {"metrics": metrics, "history": history, "read": read}
+                found[name] = {"metrics": metrics, "history": history, "read": read, "scale": scale}
         except (GptlmError, UsageError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}

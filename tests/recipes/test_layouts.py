@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptlm.training.checkpoint import read
@@ -45,6 +46,8 @@ FOUR = {  # of four
 MASKED = " --eod_mask_loss"
 MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
+SCALE, WINDOW = 81920, 3  # no power of two
+FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window {WINDOW}"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,23 @@ def model(tmp_path_factory):
     torch.manual_seed(3)
     config = GPT2Config(vocab_size=512, n_positions=16, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steep(model, tmp_path_factory):
+    """The same network, whose gradients are 256 times as large in v of layer 0, head 3 alone.
+
+    That head's v is so much smaller, and what its output is multiplied with so much larger.
+    """
+    folder = tmp_path_factory.mktemp("steep") / "model"
+    network = GPT2LMHeadModel.from_pretrained(model)
+    attention = network.transformer.h[0].attn
+    with torch.no_grad():
+        attention.c_attn.weight[:, -8:] /= 256
+        attention.c_attn.bias[-8:] /= 256
+        attention.c_proj.weight[-8:] *= 256
+    network.save_pretrained(folder)
     return folder
 
 
@@ -74,7 +94,7 @@ def case(words, folder, name, more):
 
 
 @pytest.fixture(scope="module")
-def two(words, tmp_path_factory):
+def two(words, steep, tmp_path_factory):
     """Each layout: whole, in bfloat16, with dropout twice, and resumed from the checkpoint of each other one."""
     folder = tmp_path_factory.mktemp("two")
     cases = [case(words, folder, name, more) for name, more in TWO.items()]
@@ -94,15 +114,24 @@ def two(words, tmp_path_factory):
         start = folder / saved.replace(" ", "_") / f"checkpoint-{SAVED}"
         more = TWO.get(resumed, "--per_device_train_batch_size 4") + f" --resume_from_checkpoint {start}"
         cases.append(case(words, folder, f"{saved} to {resumed}", more))
+    for name in ("tp2", "pp2"):
+        more = f"{TWO[name]}{FLOAT16} --model_name_or_path {steep}"
+        cases.append(case(words, folder, f"{name} overflow", more))
+        start = folder / f"{name} overflow".replace(" ", "_") / f"checkpoint-{SAVED}"
+        cases.append(case(words, folder, f"{name} overflow again", f"{more} --resume_from_checkpoint {start}"))
+        more = f"{TWO[name]} --fp16 --scale_loss {2**20} --loss_scale_window {WINDOW}"
+        cases.append(case(words, folder, f"{name} overflow O1", more))
     cases.append(case(words, folder, "only evaluated", f"{PP} --do_train 0 --model_name_or_path {folder}/tp2"))
     return folder, run_session(2, cases, folder)
 
 
 @pytest.fixture(scope="module")
-def four(words, corpus_folder, tmp_path_factory):
+def four(words, steep, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     cases = [case(words, folder, name, more) for name, more in FOUR.items()]
     cases.append(case(words, folder, "tp2 pp2 bf16", FOUR["tp2 pp2"] + HALF))
+    more = f"{FOUR['tp2 pp2']}{FLOAT16} --model_name_or_path {steep}"
+    cases.append(case(words, folder, "tp2 pp2 overflow", more))
     data = shutil.copytree(corpus_folder / "mmap", folder / "data")
     for name in ("pp4", "tp2 pp2"):
         cases.append(case(words, folder, f"{name} masked", f"{FOUR[name]}{MASKED} --input_dir {data}"))
@@ -219,6 +248,79 @@ def test_bfloat16(two, wanted, name):
 @pytest.mark.distributed
 def test_bfloat16_on_four(four, wanted):
     assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=4e-3)
+
+
+def overflowing_run(folder, data):
+    """The independent loop in float32, which leaves out a step where float16 would overflow and halves the scale.
+
+    Returns:
+        losses; in which steps which elements overflowed, (name, index) each; the last scale.
+    """
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).train()
+    matrices = [p for name, p in model.named_parameters() if "bias" not in name and "ln_" not in name]
+    rest = [p for name, p in model.named_parameters() if "bias" in name or "ln_" in name]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    tokens, rates = reference_batches(data, STEPS, 8)
+    found, overflows, scale, good = [], [], SCALE, 0
+    for batch in tokens:
+        loss = cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        found.append(loss.item())
+        gradients = [(name, p.grad.abs() * scale) for name, p in model.named_parameters()]
+        limit = torch.finfo(torch.float16).max
+        peak = max(gradient.max().item() for _, gradient in gradients)
+        assert abs(peak / limit - 1) > 0.2  # far enough for float16 to decide as we do
+        overflows.append([(name, i) for name, gradient in gradients for i in (gradient > limit).nonzero().tolist()])
+        if overflows[-1]:
+            scale, good = scale / 2, 0
+            continue
+        for group in optimizer.param_groups:
+            group["lr"] = rates[sum(not step for step in overflows) - 1]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        good += 1
+        scale *= 2 if good % WINDOW == 0 else 1
+    return found, overflows, scale
+
+
+@pytest.mark.distributed
+def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_folder, tmp_path):
+    """A step is left out on every rank, the scale is halved and doubled again together, and training goes on.
+
+    What overflows lies on the first stage and on the second of two tensor-parallel processes: columns 64 to 95 of
+    `c_attn` are v, the last 8 of them head 3.
+    """
+    wanted, overflows, scale = overflowing_run(steep, corpus_folder / "mmap")
+    assert [bool(step) for step in overflows] == [True] + 5 * [False] and scale == SCALE
+    assert {name.removesuffix("weight").removesuffix("bias") for name, _ in overflows[0]} == {
+        "transformer.h.0.attn.c_attn."
+    }
+    assert all(index[-1] >= 88 for _, index in overflows[0])
+    more = f"--per_device_train_batch_size 8 {FLOAT16} --model_name_or_path {steep}"
+    alone = run_session(1, [case(words, tmp_path, "alone", more)], tmp_path)["alone"]
+    runs = {"alone": (1, tmp_path, alone), "tp2 pp2 overflow": (4, four[0], four[1]["tp2 pp2 overflow"])}
+    for name in ("tp2 overflow", "pp2 overflow", "tp2 overflow again", "pp2 overflow again"):
+        runs[name] = (2, two[0], two[1][name])
+    for name, (processes, folder, run) in runs.items():
+        assert run["scale"] == processes * [{"value": scale, "good_steps": 5, "overflows_left": 1}], name
+        assert losses(run) == pytest.approx(wanted, abs=1e-3), name
+        assert read(folder / name.replace(" ", "_") / f"checkpoint-{STEPS}").facts["optimizer_steps"] == 5, name
+    for name in ("tp2", "pp2"):
+        assert losses(two[1][f"{name} overflow again"]) == losses(two[1][f"{name} overflow"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_overflows_of_autocast_are_those_of_all(two, wanted, name):
+    """2^20 is too much, halved until the gradients fit, the same on both ranks; the first loss is what it is."""
+    folder, run = two[0] / f"{name}_overflow_O1", two[1][f"{name} overflow O1"]
+    skipped = STEPS - read(folder / f"checkpoint-{STEPS}").facts["optimizer_steps"]
+    good = STEPS - skipped
+    assert 1 <= skipped <= STEPS - WINDOW
+    state = {"value": 2**20 / 2**skipped * 2 ** (good // WINDOW), "good_steps": good, "overflows_left": 1}
+    assert run["scale"] == [state, state]
+    assert losses(run)[0] == pytest.approx(wanted[0][0], abs=1e-3) and all(map(math.isfinite, losses(run)))
 
 
 @pytest.mark.distributed
