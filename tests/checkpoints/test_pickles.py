@@ -7,12 +7,13 @@ import pathlib
 import pickle
 import random
 import signal
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
-from gptlm.checkpoints.pickles import StandIn, read_pickle, read_torch
+from gptlm.checkpoints.pickles import INERT, NUMPY, PLAIN, TORCH, StandIn, read_pickle, read_torch
 from gptlm.errors import GptlmError
 
 
@@ -93,6 +94,14 @@ def test_tensors_arguments_and_random_states(tmp_path, new):
     assert torch.equal(found["parameter"], torch.ones(2)) and torch.equal(found["rng"][2], content["rng"][2])
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("new", [True, False])
+def test_storages_without_a_type(tmp_path, new):
+    storage = torch.tensor([3, 1, 2], dtype=torch.uint8).untyped_storage()
+    torch.save(storage, tmp_path / "x", _use_new_zipfile_serialization=new)
+    assert list(read_torch(tmp_path / "x")) == [3, 1, 2]
+
+
 @pytest.mark.parametrize("form", ["pdparams", "zip", "legacy"])
 @pytest.mark.parametrize("kept", [0, 1, 100, -1])
 def test_truncated_files_are_named(tmp_path, form, kept):
@@ -117,6 +126,31 @@ def test_buffers_paths_and_signals_are_inert(tmp_path):
     torch.save({"a": io.BytesIO(b"x"), "b": pathlib.PosixPath("/tmp"), "c": signal.SIGTERM}, tmp_path / "x")
     found = read_torch(tmp_path / "x")
     assert {type(value) for value in found.values()} == {StandIn} and found["b"].arguments == ("/", "tmp")
+
+
+def with_attribute_set(name, path):
+    """A file of torch.save whose pickle looks `name` up, sets an attribute on what it gets, and is that."""
+    torch.save(0, path)
+    with zipfile.ZipFile(path) as archive:
+        content = {entry: archive.read(entry) for entry in archive.namelist()}
+    found = pickle.GLOBAL + "\n".join(name).encode() + b"\n"
+    attributes = pickle.NONE + pickle.EMPTY_DICT + b"\x8c\x06marked" + pickle.BININT1 + b"\x01" + pickle.SETITEM
+    with zipfile.ZipFile(path, "w") as archive:
+        for entry, data in content.items():
+            pickled = b"\x80\x02" + found + attributes + pickle.TUPLE2 + pickle.BUILD + pickle.STOP
+            archive.writestr(entry, pickled if entry.endswith("data.pkl") else data)
+
+
+@pytest.mark.parametrize("name", NUMPY | PLAIN | INERT | TORCH)
+def test_a_pickle_changes_nothing_but_what_it_made(tmp_path, name):
+    """Whatever a file may name: what others use has no new attribute after it."""
+    with_attribute_set(name, tmp_path / "x")
+    try:
+        assert read_torch(tmp_path / "x").marked == 1  # on an object of its own
+    except GptlmError as error:
+        assert "is damaged or cut off" in str(error)
+    shared = (NUMPY | PLAIN | INERT | TORCH)[name]
+    assert not hasattr(shared, "marked") and not hasattr(torch.UntypedStorage, "marked")
 
 
 @pytest.mark.filterwarnings("ignore")
