@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from gptlm.checkpoints.kinds import recognise
@@ -58,6 +59,28 @@ def test_every_version_and_layout(tmp_path, version, names, ranks, stages):
         write_folder(source, tmp_path / "hf", None, None, lambda: None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert torch.allclose(logits(loaded), logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_folder_of_two_kinds_says_which_one_is_taken(tmp_path, caplog):
+    """And those in it that are not whole, or the same files, are no second one."""
+    model = stock()
+    path = write_megatron(model, tmp_path / "both", 3.0, 1, 1)
+    plain = "Megatron-LM, tensor parallel 1, pipeline 1, step 100"
+    assert str(recognise(path)) == plain
+    (path / "model_state.tp01.pdparams").write_bytes(b"")  # without that of tp00
+    assert str(recognise(path)) == plain
+    stock(seed=1).save_pretrained(path)
+    caplog.set_level("INFO")
+    assert_same(path, model)
+    note = "(not the one of HuggingFace GPT-2 beside it; to take that, move it into a folder of its own)"
+    assert f"{path} is a checkpoint of {plain} {note}" in caplog.messages
+    for file in ("config.json", "model.safetensors"):
+        (path / file).rename(tmp_path / file)
+    assert str(recognise(tmp_path)) == "HuggingFace GPT-2"
+    assert_same(tmp_path, stock(seed=1))
+    assert str(recognise(path)) == plain
+    save_file({"gpt.decoder.layers.0.norm1.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert str(recognise(tmp_path)) == "PaddleNLP, tensor parallel 1, pipeline 1"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

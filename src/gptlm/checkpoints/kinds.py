@@ -5,8 +5,8 @@ Layouts: Megatron's `checkpointing.py`, DeepSpeed's `global_stepN` folders, Padd
 
 import re
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptlm.errors import GptlmError
@@ -46,6 +46,7 @@ class Found:
         files: [stage][tensor rank] of the weights; one list of safetensors or .bin files where there are no ranks.
         facts: the file with the arguments, where it is not the first of `files`.
         step: as the names say.
+        beside: other kinds of checkpoint in the same folder, which are not taken.
     """
 
     kind: str
@@ -53,11 +54,20 @@ class Found:
     files: tuple[tuple[Path, ...], ...]
     facts: Path | None = None
     step: int | None = None
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         ranks = f", tensor parallel {len(self.files[0])}" if self.kind != "hf" else ""
         stages = f", pipeline {len(self.files)}" if self.kind != "hf" and self.facts is None else ""
-        return f"{NAMES[self.kind]}{ranks}{stages}{'' if self.step is None else f', step {self.step}'}"
+        others = " and ".join(NAMES[kind] for kind in self.beside)
+        beside = f" (not the one of {others} beside it; to take that, move it into a folder of its own)"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{NAMES[self.kind]}{ranks}{stages}{step}{beside if others else ''}"
+
+    def holds(self, other: "Found") -> bool:
+        """Whether the files of `other` are of this checkpoint."""
+        own = {file for stage in self.files for file in stage}
+        return all(file in own for stage in other.files for file in stage)
 
 
 def recognise(path: Path) -> Found:
@@ -124,7 +134,22 @@ def _file(path: Path) -> Found | None:
 
 def _folder(folder: Path) -> Found | None:
     finders: tuple[Callable[[Path], Found | None], ...] = (_megatron, _deepspeed, _paddle, _fleetx, _huggingface)
-    return next((found for finder in finders if (found := finder(folder)) is not None), None)
+    for number, finder in enumerate(finders):
+        found = finder(folder)
+        if found is not None:
+            return replace(found, beside=tuple(_beside(found, folder, finders[number + 1 :])))
+    return None
+
+
+def _beside(found: Found, folder: Path, finders: Iterable[Callable[[Path], Found | None]]) -> Iterator[str]:
+    """Kinds of the other checkpoints in `folder`."""
+    for finder in finders:
+        try:
+            other = finder(folder)
+        except GptlmError:
+            continue  # what is not whole could not be taken instead
+        if other is not None and not found.holds(other):
+            yield other.kind
 
 
 def _megatron(folder: Path) -> Found | None:
