@@ -25,7 +25,7 @@ from gptlm.recipes.pretrain_data import (
     steps_per_epoch,
     window,
 )
-from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.sharding import deepspeed_config, shard_groups
 from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
 from gptlm.recipes.start import output_locked
 from gptlm.recipes.training import (
@@ -80,7 +80,8 @@ def _run(
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
     float8_if_wanted(run, model, machine.device)
     compiled = compile_if_wanted(run, model, machine.device, default=True)
-    at_once = exchanged_at_once(run, machine, sharded=deepspeed is not None)
+    grouped = mesh is not None or shard_groups(run, deepspeed) is not None
+    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=grouped)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(

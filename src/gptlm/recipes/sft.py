@@ -30,7 +30,7 @@ from gptlm.recipes.sft_data import (
     order_facts,
 )
 from gptlm.recipes.sft_sources import find_sources
-from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.sharding import deepspeed_config, shard_groups
 from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
@@ -88,6 +88,7 @@ def _run(
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)
+    grouped = shard_groups(run, deepspeed) is not None
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
     trainer = SftTrainer(
         model=model,
@@ -97,7 +98,7 @@ def _run(
         processing_class=tokenizer,
         schedule=_schedule(run),
         seq_length=data.tokens_per_sample,
-        exchanged_at_once=exchanged_at_once(run, machine, sharded=deepspeed is not None),
+        exchanged_at_once=exchanged_at_once(run, machine, model.num_parameters(), groups=grouped),
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )

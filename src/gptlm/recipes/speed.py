@@ -16,6 +16,8 @@ from gptlm.recipes.machine import Machine
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
+
 
 def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool) -> bool:
     """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default` and layers are whole.
@@ -43,20 +45,28 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     return False
 
 
-def exchanged_at_once(run: Run, machine: Machine, *, sharded: bool) -> bool:
+def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bool = False) -> bool:
     """Whether gradients are exchanged in one go after the backward pass, where that is faster than during it.
 
     It is between cards with NVLink, where the exchange takes some 3 % of a step and what goes on beside a backward
-    pass takes more; and on a CPU, which does one thing at a time.
+    pass takes more; and on a CPU, which does one thing at a time. Under ZeRO it costs memory for all gradients, so
+    large models go DeepSpeed's way, bucket by bucket; so do stage 3, offloading, sums in float32, and those with a
+    DeepSpeed configuration of their own.
 
     Args:
-        sharded: whether DeepSpeed takes part.
+        groups: processes share optimizer states in groups, or a replica of the model.
     """
-    world = run.dims.world
+    world, sharding = run.dims.world, run.parallel.sharding
     one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world
-    if sharded or world == 1 or not one_node or not machine.half_weights:
+    if world == 1 or groups or not one_node or not machine.half_weights or run.parallel.deepspeed:
         return False
-    return machine.device == "cpu" or _linked(world)
+    kept = "stage3" in sharding or "offload" in sharding or run.training.amp_master_grad or parameters > AT_ONCE
+    if sharding and kept:
+        return False
+    if machine.device != "cpu" and not _linked(world):
+        return False
+    logger.info("gradients are exchanged in one go after the passes")
+    return True
 
 
 def _linked(cards: int) -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from gptlm.errors import GptlmError
+from gptlm.parallel.at_once import ZeroAtOnce
 from gptlm.parallel.engine import ShardGroups, ZeroLossScale
 from gptlm.training.graphs import RecordedPasses, Tensors
 from gptlm.training.loss_scale import LossScale
@@ -55,7 +56,8 @@ class SteppingTrainer(Trainer):
         master_grad: add the gradients of half-precision weights up in float32.
         shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
         groups: DeepSpeed's process groups, where processes share a replica.
-        exchanged_at_once: half-precision weights' gradients are exchanged in one go after the passes, not during them.
+        exchanged_at_once: half-precision weights' gradients are exchanged in one go after the passes, not during them;
+            with DeepSpeed in stage 1 or 2.
         recorded: replay forward and backward passes as a CUDA graph; batches have the same shape.
     """
 
@@ -78,6 +80,7 @@ class SteppingTrainer(Trainer):
         self.shard_degree, self.groups = shard_degree, groups
         self.master_grad = master_grad and self.half_weights
         self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
+        self.zero_at_once: ZeroAtOnce | None = None
         # with master_grad each micro-batch is reduced before it is added up
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad and not exchanged_at_once
 
@@ -106,7 +109,7 @@ class SteppingTrainer(Trainer):
         return self.optimizer
 
     def _wrap_model(self, model, training=True, dataloader=None):
-        if not (training and self.exchanged_at_once) or isinstance(model, Replica):
+        if not (training and self.exchanged_at_once) or self.is_deepspeed_enabled or isinstance(model, Replica):
             return super()._wrap_model(model, training, dataloader)
         return Replica(model)
 
@@ -124,6 +127,8 @@ class SteppingTrainer(Trainer):
             shards.attach(self.model_wrapped)
         if self.is_deepspeed_enabled and self.loss_scale is not None:
             ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
+        if self.is_deepspeed_enabled and self.exchanged_at_once:
+            self.zero_at_once = ZeroAtOnce(self.model_wrapped)
         return prepared
 
     def _prepare_inputs(self, inputs):
@@ -145,30 +150,44 @@ class SteppingTrainer(Trainer):
         return total
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.recorded:
+        if self.recorded or self.zero_at_once:
             given = {**self._prepare_inputs(inputs), ITEMS: num_items_in_batch}
-            loss = self.recorded_passes(given, self.loss_scale.value if self.loss_scale else 1.0)
+            loss = self.recorded_passes(given, self._scale) if self.recorded else self._passes(given)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.zero_at_once and self.accelerator.sync_gradients:
+            self.zero_at_once.step()
         if self.master_grad and self.master_optimizer is not None:
             self.master_optimizer.add_gradients()
         return loss
 
+    @property
+    def _scale(self) -> float:
+        """What the loss is multiplied with."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    def _passes(self, given: Tensors) -> torch.Tensor:
+        """Forward and backward pass of a micro-batch on the device; the loss."""
+        self.network.train()
+        inputs = {name: value for name, value in given.items() if name != ITEMS}
+        with self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(self.network, inputs, num_items_in_batch=given[ITEMS])
+        (loss * self._scale if self.loss_scale is not None else loss).backward()
+        return loss.detach()
+
     @cached_property
     def recorded_passes(self) -> RecordedPasses:
         """Made at the first step, when the optimizer is there."""
-        optimizer = self.master_optimizer
-        weights = optimizer.weights if optimizer else [p for p in self.network.parameters() if p.requires_grad]
-        sums = None
-        if self.args.gradient_accumulation_steps > 1 and not self.master_grad:
-            sums = optimizer.gradient_places if optimizer else [torch.zeros_like(weight) for weight in weights]
-        step = super().training_step
-
-        def passes(tensors: Tensors) -> torch.Tensor:
-            inputs = {name: value for name, value in tensors.items() if name != ITEMS}
-            return step(self.network, inputs, tensors[ITEMS])
-
-        return RecordedPasses(passes, weights, sums)
+        weights = [weight for weight in self.network.parameters() if weight.requires_grad]
+        places: list[torch.Tensor] = []
+        if self.zero_at_once:
+            weights, places = self.zero_at_once.weights, self.zero_at_once.places
+        elif self.master_optimizer:
+            weights, places = self.master_optimizer.weights, self.master_optimizer.gradient_places
+        summed = self.args.gradient_accumulation_steps > 1 and not self.master_grad
+        return RecordedPasses(
+            self._passes, weights, (places or list(map(torch.zeros_like, weights))) if summed else None
+        )
 
     def _clip_grad_norm(self, model):
         if self.master_optimizer is None:
