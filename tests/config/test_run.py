@@ -104,6 +104,23 @@ def test_layouts_that_cannot_be(flags, world, says):
     assert says in str(error.value).replace("--", "")
 
 
+@pytest.mark.parametrize(
+    ("flags", "world", "says"),
+    [
+        ("", 1, "give --bf16 with it"),
+        ("--fp16", 1, "give --bf16 with it"),
+        ("--bf16 --fp16_opt_level O0", 1, "give --bf16 with it"),
+        ("--bf16 --tensor_parallel_degree 2", 2, "without tensor and pipeline parallelism"),
+        ("--bf16 --pipeline_parallel_degree 2", 2, "without tensor and pipeline parallelism"),
+        ("--bf16 --sharding stage3", 2, "use stage1 or stage2"),
+        ("--bf16 --hidden_size 1000 --num_attention_heads 10", 1, "needs a multiple of 16"),
+    ],
+)
+def test_float8_goes_with_whole_bfloat16_layers(flags, world, says):
+    refused(f"{BASE} --fp8 {flags}", says, world=world)
+    assert parse_pretrain(shlex.split(f"{BASE} --fp8 --bf16 --sharding stage2"), {"WORLD_SIZE": "2"}).training.fp8
+
+
 def test_what_a_layout_says():
     words = BASE + "--pipeline_parallel_degree 5 --gradient_accumulation_steps 4 --vocab_size 50257"
     notes = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "5"}).notes

@@ -210,7 +210,7 @@ def test_more_layouts_of_four(words, wanted, tmp_path):
 @pytest.mark.slow
 def test_compiled_layouts_train_like_one(words, wanted, tmp_path):
     """The exchanges are compiled with their blocks; and with dropout, what is computed again draws the same."""
-    compiled = {name: f"{TWO[name]} --torch_compile" for name in ("tp2", "tp2 sp")}
+    compiled = {name: f"{TWO[name]} --torch_compile" for name in ("tp2", "tp2 sp", "pp2", "pp2 v2")}
     cases = [case(words, tmp_path, name, more) for name, more in compiled.items()]
     dropout = f"{compiled['tp2 sp']} --hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
     cases.append(case(words, tmp_path, "dropout", dropout))

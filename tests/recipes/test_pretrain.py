@@ -652,3 +652,21 @@ def test_compiling_changes_no_loss(train, tmp_path, more):
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4)
+
+
+def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path):
+    """Losses near those of bfloat16, not the same; the same weights in the saved folder, and a run goes on exactly."""
+    words = ["--bf16", "--fp16_opt_level", "O2", "--save_steps", "2", *NO_DROPOUT]
+    plain = losses(train(*words)[1])
+    float8 = losses(train(*words, "--fp8", output="float8")[1])
+    assert float8 == pytest.approx(plain, rel=0.01) and float8 != plain
+    found, wanted = weights(tmp_path / "float8"), weights(tmp_path / "out")
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in wanted.items()}
+    again = train(*words, "--fp8", "--resume_from_checkpoint", tmp_path / "float8" / "checkpoint-2", output="again")
+    assert losses(again[1]) == float8
+
+
+def test_float8_without_torchao_is_said_before_anything_is_read(monkeypatch, train):
+    monkeypatch.setattr("gptlm.recipes.speed.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--fp8 needs torchao, .* pip install 'gptlm\[fp8\]'"):
+        train("--bf16", "--fp8", data="/no/such/folder")

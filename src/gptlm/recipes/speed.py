@@ -30,9 +30,7 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     if not (helps if wanted is None else wanted):
         return False
     obstacle = why_not(device)
-    if run.dims.pipeline > 1:
-        obstacle = "the stages of a pipeline are not"
-    elif "stage3" in run.parallel.sharding:
+    if "stage3" in run.parallel.sharding:
         obstacle = "ZeRO stage 3 brings each weight when it is needed"
     if obstacle is None:
         compile_network(model)
