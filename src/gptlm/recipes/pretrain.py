@@ -10,6 +10,7 @@ from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.parallel.mesh import Mesh
+from gptlm.parallel.zero import stage_of
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, peak_flops, process_group_closed
 from gptlm.recipes.model import find_tokenizer, make_model
@@ -78,8 +79,9 @@ def _run(
     model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    float8_if_wanted(run, model, machine.device)
-    compiled = compile_if_wanted(run, model, machine.device, default=True)
+    stage = stage_of(deepspeed or {})
+    float8_if_wanted(run, model, machine.device, stage=stage)
+    compiled = compile_if_wanted(run, model, machine.device, default=True, stage=stage)
     grouped = mesh is not None or shard_groups(run, deepspeed) is not None
     at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=grouped)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}

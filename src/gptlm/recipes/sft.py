@@ -17,6 +17,7 @@ from gptlm.model.adapter_files import settings_of
 from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.tokenizer import load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
+from gptlm.parallel.zero import stage_of
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
@@ -81,8 +82,9 @@ def _run(
     set_seed(training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    float8_if_wanted(run, model, machine.device)
-    compiled = compile_if_wanted(run, model, machine.device, default=False)
+    stage = stage_of(deepspeed or {})
+    float8_if_wanted(run, model, machine.device, stage=stage)
+    compiled = compile_if_wanted(run, model, machine.device, default=False, stage=stage)
     recorded(run, machine.device, compiled=compiled, alone=True, obstacle="examples differ in length")
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)

@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
 
 
-def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool) -> bool:
+def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool, stage: int) -> bool:
     """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default` and layers are whole.
+
+    Args:
+        stage: of ZeRO, 0 for none.
 
     Returns:
         Whether they are compiled.
@@ -30,7 +33,7 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     if not (helps if wanted is None else wanted):
         return False
     obstacle = why_not(device)
-    if "stage3" in run.parallel.sharding:
+    if stage == 3:
         obstacle = "ZeRO stage 3 brings each weight when it is needed"
     if obstacle is None:
         compile_network(model)
@@ -55,8 +58,8 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
         groups: processes share optimizer states in groups, or a replica of the model.
     """
     world, sharding = run.dims.world, run.parallel.sharding
-    one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world
-    if world == 1 or groups or not one_node or not machine.half_weights or run.parallel.deepspeed:
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's word, DeepSpeed's word
+    if world == 1 or groups or here != str(world) or not machine.half_weights or run.parallel.deepspeed:
         return False
     kept = "stage3" in sharding or "offload" in sharding or run.training.amp_master_grad or parameters > AT_ONCE
     if sharding and kept:
@@ -118,8 +121,14 @@ def check_float8(run: Run, machine: Machine) -> None:
         raise UsageError(f"{name} has no float8 (Ada, Hopper and newer cards have); leave --fp8 out, use --bf16")
 
 
-def float8_if_wanted(run: Run, model: GPTLMHeadModel, device: str) -> None:
-    """Let the blocks' matrix products be float8 ones, with --fp8."""
+def float8_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> None:
+    """Let the blocks' matrix products be float8 ones, with --fp8.
+
+    Raises:
+        UsageError: under stage 3 of ZeRO, which --deepspeed FILE may ask for.
+    """
     if run.training.fp8:
+        if stage == 3:
+            raise UsageError("--fp8 goes without ZeRO stage 3, which takes the weights apart; use stage 1 or 2")
         use_float8(model, emulated=device == "cpu")
         logger.info("the blocks' matrix products are float8; weights, checkpoints and all else are as without --fp8")
