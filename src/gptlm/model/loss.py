@@ -102,9 +102,10 @@ def linear_cross_entropy(
         reduce: combines per-token values (C, 1) of a chunk over the processes that share the vocabulary by "max" or
             "sum"; the identity when one process holds all of it.
         chunk: `chunk_loss`, or the same compiled.
-        chunk_tokens: tokens that go through together.
+        chunk_tokens: the most tokens that go through together; a quarter of all, but CHUNK_TOKENS at least.
     """
-    how = (ignore_index, first_id, reduce, chunk, chunk_tokens)
+    size = min(chunk_tokens, max(CHUNK_TOKENS, hidden.shape[0] // 4))
+    how = (ignore_index, first_id, reduce, chunk, size)
     return _LinearCrossEntropy.apply(hidden, weight, targets, *how)
 
 

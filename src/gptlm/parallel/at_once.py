@@ -14,7 +14,8 @@ class ZeroAtOnce:
     DeepSpeed has a hook, copies, a check and a norm for each parameter, which took some 90 ms a step on two H200 at
     345M, more than the passes. Here a group's gradients are one tensor, of which each process gets its share by one
     reduce-scatter; DeepSpeed goes on with that share, and shares the optimizer state and gathers weights as ever.
-    The price is a tensor for all gradients, 2 bytes per parameter, where stage 2 holds a share of it.
+    The price is memory for all gradients, 2 bytes per parameter, and as much again while they are put together, at
+    the end of the passes, when activations are gone; DeepSpeed's stage 2 holds a share of them.
 
     Args:
         engine: DeepSpeed's, of stage 1 or 2 with half-precision weights.
@@ -26,32 +27,45 @@ class ZeroAtOnce:
             hook.remove()
         self.optimizer._grad_acc_hooks.clear()
         self.weights = [weight for group in self.optimizer.bit16_groups for weight in group]
+        self._placed: list[Tensor] | None = None  # where gradients are added up
 
     @cached_property
     def places(self) -> list[Tensor]:
-        """Where `step` brings the gradient of each weight; what lies there already is not copied."""
-        groups = zip(self._flat, self.optimizer.bit16_groups_flat, self.optimizer.bit16_groups, strict=True)
-        return [_same_place(weight, whole, flat) for flat, whole, group in groups for weight in group]
-
-    @cached_property
-    def _flat(self) -> list[Tensor]:
-        return [torch.zeros_like(whole) for whole in self.optimizer.bit16_groups_flat]  # and zero between and behind
+        """Where gradients of several passes may be added up, one tensor per weight; from there they are not copied."""
+        self._placed = self._empty()
+        return self._views(self._placed)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One optimizer step with the gradients of the weights."""
-        missing = [place for place, weight in zip(self.places, self.weights, strict=True) if weight.grad is None]
-        if missing:
+    def gathered_gradients(self) -> list[Tensor]:
+        """The gradients of each parameter group end to end, taken from the weights."""
+        flats = self._empty() if self._placed is None else self._placed
+        views = self.places if flats is self._placed else self._views(flats)
+        pairs = list(zip(views, [weight.grad for weight in self.weights], strict=True))
+        missing = [view for view, gradient in pairs if gradient is None]
+        if missing and flats is self._placed:
             torch._foreach_zero_(missing)
-        found = [(place, weight.grad) for place, weight in zip(self.places, self.weights, strict=True)]
-        away = [(place, gradient) for place, gradient in found if gradient is not None and gradient is not place]
+        away = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
         if away:
-            torch._foreach_copy_([place for place, _ in away], [gradient for _, gradient in away])
+            torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
+        for weight in self.weights:
+            weight.grad = None
+        return flats
+
+    @torch.no_grad()
+    def step(self, gathered: list[Tensor] | None = None) -> None:
+        """One optimizer step with the gradients of the weights, or with `gathered` ones."""
         groups = self.optimizer.real_dp_process_group
-        for number, (flat, group) in enumerate(zip(self._flat, groups, strict=True)):
-            self.optimizer.averaged_gradients[number] = [_mean_share(flat, group)]
+        for number, flat in enumerate(self.gathered_gradients() if gathered is None else gathered):
+            self.optimizer.averaged_gradients[number] = [_mean_share(flat, groups[number])]
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
+
+    def _empty(self) -> list[Tensor]:
+        return [torch.zeros_like(whole) for whole in self.optimizer.bit16_groups_flat]
+
+    def _views(self, flats: list[Tensor]) -> list[Tensor]:
+        groups = zip(flats, self.optimizer.bit16_groups_flat, self.optimizer.bit16_groups, strict=True)
+        return [_same_place(weight, whole, flat) for flat, whole, group in groups for weight in group]
 
 
 def _same_place(weight: Tensor, whole: Tensor, flat: Tensor) -> Tensor:

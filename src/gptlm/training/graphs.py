@@ -9,6 +9,7 @@ from torch import Tensor
 WARM_UP = 2  # calls before the recording: code is compiled, libraries make their plans and work spaces
 
 Tensors = dict[str, Tensor]
+Passes = Callable[[Tensors], tuple[Tensor, Any]]
 
 
 class RecordedPasses:
@@ -18,22 +19,23 @@ class RecordedPasses:
     its random numbers on at each replay, so dropout is that of passes which are not recorded.
 
     Args:
-        passes: tensors of a micro-batch -> its loss, with gradients added to those of `parameters`.
+        passes: tensors of a micro-batch -> its loss and what else it made; it adds gradients to those of `parameters`.
         parameters: what has gradients.
         sums: where the gradients of several micro-batches are added up, one tensor per parameter; None where they
             are taken away after each.
     """
 
-    def __init__(self, passes: Callable[[Tensors], Tensor], parameters: list[Any], sums: list[Tensor] | None):
+    def __init__(self, passes: Passes, parameters: list[Any], sums: list[Tensor] | None):
         self.passes, self.parameters, self.sums = passes, parameters, sums
         self._calls = 0
         self._form: Any = None  # shapes and constants of the recording
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: Tensors = {}
-        self._loss, self._gradients = torch.zeros(()), list[Tensor | None]()
+        self._made: tuple[Tensor, Any] = torch.zeros(()), None
+        self._gradients = list[Tensor | None]()
 
-    def __call__(self, inputs: Tensors, *constants: float) -> Tensor:
-        """The loss, valid until the next call, as the gradients are.
+    def __call__(self, inputs: Tensors, *constants: float) -> tuple[Tensor, Any]:
+        """What `passes` returns, valid until the next call, as the gradients are.
 
         Args:
             inputs: on the GPU; other shapes than before are recorded anew.
@@ -54,7 +56,7 @@ class RecordedPasses:
             self._inputs[name].copy_(value)
         self._graph.replay()
         self._set_gradients(self._gradients)
-        return self._loss
+        return self._made
 
     def _set_gradients(self, gradients: Any) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -66,6 +68,6 @@ class RecordedPasses:
         graph = torch.cuda.CUDAGraph()
         # other threads, which pin memory for the next samples, may go on meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._loss = self.passes(self._inputs)
+            self._made = self.passes(self._inputs)
         self._graph = graph
         self._gradients = [parameter.grad for parameter in self.parameters]

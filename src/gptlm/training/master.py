@@ -57,6 +57,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.updates = 0
         self.added = False  # gradients are being added up in float32
+        self._placed: Tensor | None = None  # where gradients are added up in half precision
         self._gradient, self._factor, self._idle = torch.zeros(0), torch.ones(()), set[int]()  # until they are taken
         self._update: Callable[..., None] = _in_pieces
         if fused and self.weights[0].is_cuda and why_not("cuda") is None:
@@ -81,22 +82,32 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self.added = True
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Bring the gradients of the whole step together. Weights without one are not updated."""
+    def gathered_gradients(self) -> Tensor:
+        """The gradients of all weights end to end, in their precision, taken from the weights.
+
+        They are `gradient_places` if those were asked for, else a tensor that lives until it is used.
+        """
+        self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
+        flat = self._zeros(self.weights[0].dtype) if self._placed is None else self._placed
+        views = self.gradient_places if flat is self._placed else self._views(flat)
+        if flat is self._placed and self._idle:
+            torch._foreach_zero_([views[number] for number in self._idle])
+        found = [(view, w.grad) for view, w in zip(views, self.weights, strict=True) if w.grad is not None]
+        away = [(view, gradient) for view, gradient in found if gradient is not view]
+        if away:
+            torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
+        for weight in self.weights:
+            weight.grad = None
+        return flat
+
+    @torch.no_grad()
+    def take_gradients(self, gathered: Tensor | None = None) -> None:
+        """Use the gradients of the whole step: those of the weights, or `gathered` ones. Weights without are kept."""
         if self.added:
-            self._gradient = self._sum
+            self._gradient, self.added = self._sum, False
         else:
-            self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
-            views = self.gradient_places
-            if self._idle:
-                torch._foreach_zero_([views[number] for number in self._idle])
-            found = [(view, w.grad) for view, w in zip(views, self.weights, strict=True) if w.grad is not None]
-            away = [(view, gradient) for view, gradient in found if gradient is not view]
-            if away:
-                torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
-            self._gradient = self._half
+            self._gradient = self.gathered_gradients() if gathered is None else gathered
         self._factor = torch.ones((), device=self._gradient.device)
-        self.added = False
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -133,6 +144,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
             changing = (1 - group["lr"] * group["weight_decay"], group["lr"] / correction[0], correction[1])
             flat = [tensor[run] for tensor in (*self._flat.values(), self._gradient)]
             self._update(*flat, self._factor, *(torch.tensor(value) for value in changing), *numbers)
+        self._gradient = torch.zeros(0)
         self.round_weights()
 
     @torch.no_grad()
@@ -153,13 +165,10 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         return {weight: number for number, weight in enumerate(self.weights)}
 
     @cached_property
-    def _half(self) -> Tensor:
-        return self._zeros(self.weights[0].dtype)
-
-    @cached_property
     def gradient_places(self) -> list[Tensor]:
-        """Where `take_gradients` brings those of each weight; what a backward pass left there is not copied."""
-        return self._views(self._half)
+        """Where gradients of several passes may be added up, one tensor per weight; from there they are not copied."""
+        self._placed = self._zeros(self.weights[0].dtype)
+        return self._views(self._placed)
 
     @cached_property
     def _sum(self) -> Tensor:

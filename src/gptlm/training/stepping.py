@@ -81,6 +81,7 @@ class SteppingTrainer(Trainer):
         self.master_grad = master_grad and self.half_weights
         self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
         self.zero_at_once: ZeroAtOnce | None = None
+        self._gathered: Any = None  # gradients of this step that are put together already
         # with master_grad each micro-batch is reduced before it is added up
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad and not exchanged_at_once
 
@@ -152,11 +153,12 @@ class SteppingTrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.recorded or self.zero_at_once:
             given = {**self._prepare_inputs(inputs), ITEMS: num_items_in_batch}
-            loss = self.recorded_passes(given, self._scale) if self.recorded else self._passes(given)
+            passes = self.recorded_passes(given, self._scale) if self.recorded else self._passes(given)
+            loss, self._gathered = passes
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.zero_at_once and self.accelerator.sync_gradients:
-            self.zero_at_once.step()
+            self.zero_at_once.step(self._gathered)
         if self.master_grad and self.master_optimizer is not None:
             self.master_optimizer.add_gradients()
         return loss
@@ -166,28 +168,34 @@ class SteppingTrainer(Trainer):
         """What the loss is multiplied with."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
-    def _passes(self, given: Tensors) -> torch.Tensor:
-        """Forward and backward pass of a micro-batch on the device; the loss."""
+    @property
+    def _one_pass(self) -> bool:
+        """Whether gradients are taken away after each micro-batch."""
+        return self.args.gradient_accumulation_steps == 1 or self.master_grad
+
+    def _passes(self, given: Tensors) -> tuple[torch.Tensor, Any]:
+        """Forward and backward pass of a micro-batch on the device; the loss, and gradients that were put together."""
         self.network.train()
         inputs = {name: value for name, value in given.items() if name != ITEMS}
         with self.compute_loss_context_manager():
             loss: Any = self.compute_loss(self.network, inputs, num_items_in_batch=given[ITEMS])
         (loss * self._scale if self.loss_scale is not None else loss).backward()
-        return loss.detach()
+        gatherer = None if self.master_grad or not self._one_pass else self.zero_at_once or self.master_optimizer
+        return loss.detach(), gatherer.gathered_gradients() if gatherer else None
 
     @cached_property
     def recorded_passes(self) -> RecordedPasses:
         """Made at the first step, when the optimizer is there."""
         weights = [weight for weight in self.network.parameters() if weight.requires_grad]
-        places: list[torch.Tensor] = []
-        if self.zero_at_once:
-            weights, places = self.zero_at_once.weights, self.zero_at_once.places
-        elif self.master_optimizer:
-            weights, places = self.master_optimizer.weights, self.master_optimizer.gradient_places
-        summed = self.args.gradient_accumulation_steps > 1 and not self.master_grad
-        return RecordedPasses(
-            self._passes, weights, (places or list(map(torch.zeros_like, weights))) if summed else None
-        )
+        sums = None
+        if not self._one_pass:
+            if self.zero_at_once:
+                weights, sums = self.zero_at_once.weights, self.zero_at_once.places
+            elif self.master_optimizer:
+                weights, sums = self.master_optimizer.weights, self.master_optimizer.gradient_places
+            else:
+                sums = [torch.zeros_like(weight) for weight in weights]
+        return RecordedPasses(self._passes, weights, sums)
 
     def _clip_grad_norm(self, model):
         if self.master_optimizer is None:
@@ -202,7 +210,8 @@ class SteppingTrainer(Trainer):
     def _clip_masters(self, max_norm: float) -> torch.Tensor:
         optimizer = self.master_optimizer
         assert optimizer is not None
-        optimizer.take_gradients()
+        optimizer.take_gradients(self._gathered)
+        self._gathered = None
         if self.exchanged_at_once:
             optimizer.average_gradients()
         if self.loss_scale is not None:
