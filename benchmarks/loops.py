@@ -67,7 +67,7 @@ class Network(nn.Module):
 def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     """float32 weights, on a GPU under autocast, everything compiled, fused AdamW; several processes with DDP."""
     network: Any = Network(
-        arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, 1024, arguments.dropout
+        arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, arguments.length, arguments.dropout
     ).to(device)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
@@ -82,8 +82,8 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     rng = np.random.default_rng(int(os.environ.get("RANK", 0)))
 
     def batch() -> tuple[Tensor, Tensor]:
-        starts = rng.integers(len(tokens) - 1025, size=arguments.micro)
-        rows = torch.from_numpy(np.stack([tokens[s : s + 1025] for s in starts]).astype(np.int64))
+        starts = rng.integers(len(tokens) - arguments.length - 1, size=arguments.micro)
+        rows = torch.from_numpy(np.stack([tokens[s : s + arguments.length + 1] for s in starts]).astype(np.int64))
         if device == "cuda":
             rows = rows.pin_memory().to(device, non_blocking=True)
         return rows[:, :-1], rows[:, 1:]
@@ -127,8 +127,9 @@ def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
                 self.marks.append(time.perf_counter())
 
     tokens = np.memmap(f"{arguments.data}.bin", dtype=np.uint16, mode="r")
-    count = arguments.steps * arguments.micro * 8
-    rows = torch.from_numpy(np.array(tokens[: 1024 * min(count, len(tokens) // 1024)]).astype(np.int64)).view(-1, 1024)
+    length = arguments.length
+    count = min(arguments.steps * arguments.micro * 8, len(tokens) // length)
+    rows = torch.from_numpy(np.array(tokens[: length * count]).astype(np.int64)).view(-1, length)
     config = GPT2Config(
         vocab_size=arguments.vocabulary, n_embd=arguments.width, n_layer=arguments.layers, n_head=arguments.heads,
         attn_pdrop=arguments.dropout, embd_pdrop=arguments.dropout, resid_pdrop=arguments.dropout,
@@ -160,7 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("loop", "trainer"))
     parser.add_argument("--data", required=True)
-    for name, default in (("layers", 24), ("width", 1024), ("heads", 16), ("vocabulary", 50304), ("micro", 16)):
+    sizes = {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50304, "length": 1024, "micro": 16}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dropout", type=float, default=0.0)

@@ -68,12 +68,12 @@ def main() -> None:
             print(f"{case:<30}{speed:>12,.0f}{memory:>8.2f}{differs:>14.1e}{losses[-1]:>11.4f}", flush=True)
 
 
-def write_data(prefix: Path) -> None:
+def write_data(prefix: Path, vocabulary: int = 50257) -> None:
     """Numbers that follow each other, so that there is something to learn."""
     rng = np.random.RandomState(0)
-    writer = IndexedTokensWriter(str(prefix), 50257)
+    writer = IndexedTokensWriter(str(prefix), vocabulary)
     for length in rng.randint(100, 2000, 4000):
-        ids = (rng.randint(50000) + np.cumsum(rng.randint(1, 4, length))) % 50257
+        ids = (rng.randint(50000) + np.cumsum(rng.randint(1, 4, length))) % vocabulary
         writer.add(ids, [length])
     writer.finish({})
 

@@ -21,11 +21,11 @@ from typing import Any
 from strategies import write_data
 
 ROOT = Path(__file__).parents[1]
-SIZES = {
-    "gpt2-en": (12, 768, 12),
-    "gpt2-medium-en": (24, 1024, 16),
-    "gpt3-1.3B-en": (24, 2048, 16),
-    "demo": (4, 128, 4),
+SIZES = {  # layers, width, heads, vocabulary, tokens of a sample
+    "gpt2-en": (12, 768, 12, 50304, 1024),
+    "gpt2-medium-en": (24, 1024, 16, 50304, 1024),
+    "gpt3-1.3B-en": (24, 2048, 16, 50304, 1024),
+    "demo": (3, 256, 4, 2048, 128),
 }
 OURS = {  # names -> flags
     "ours": "--bf16 --fp16_opt_level O2",
@@ -52,7 +52,7 @@ OTHERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-medium-en", choices=SIZES)
-    parser.add_argument("--micro", type=int, default=16, help="samples of 1024 tokens")
+    parser.add_argument("--micro", type=int, default=16, help="samples")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1, help="one per card")
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
-        write_data(Path(name) / "data" / "c")
+        write_data(Path(name) / "data" / "c", min(SIZES[arguments.model][3], 50257))
         for _ in range(arguments.rounds):
             for case in arguments.only:
                 result = ours(Path(name), case, arguments) if case in OURS else other(Path(name), case, arguments)
@@ -76,14 +76,14 @@ def main() -> None:
 
 
 def print_row(case: str, result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    layers, width, _ = SIZES[arguments.model]
-    parameters = 50304 * width + 1024 * width + layers * 12 * width * width
-    flops = 6 * parameters + 12 * layers * width * 1024
-    tokens = arguments.micro * 1024 / statistics.median(result["seconds"])
+    layers, width, _, vocabulary, length = SIZES[arguments.model]
+    parameters = (vocabulary + length) * width + layers * 12 * width * width
+    flops = 6 * parameters + 12 * layers * width * length
+    tokens = arguments.micro * length / statistics.median(result["seconds"])
     result["tokens_per_second"] = tokens
     mfu = tokens * flops / 1e12 / arguments.peak
     print(
-        f"{case:<16}{tokens:>12,.0f} tokens/s/card {tokens / 1024:>8.2f} samples/s  MFU {mfu:.1%}"
+        f"{case:<16}{tokens:>12,.0f} tokens/s/card {tokens / length:>8.2f} samples/s  MFU {mfu:.1%}"
         f"  {result['memory']:6.2f} GiB  first step after {result['first']:.1f} s",
         flush=True,
     )
@@ -97,9 +97,10 @@ def launcher(arguments: argparse.Namespace) -> list[str]:
 
 
 def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    layers, width, heads = SIZES[arguments.model]
-    words = [*OTHERS[case].split(), "--data", folder / "data" / "c", "--layers", layers, "--width", width]
-    words += ["--heads", heads, "--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
+    names = ("--layers", "--width", "--heads", "--vocabulary", "--length")
+    words = [*OTHERS[case].split(), "--data", folder / "data" / "c"]
+    words += [word for pair in zip(names, SIZES[arguments.model], strict=True) for word in pair]
+    words += ["--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
     script = str(ROOT / "benchmarks" / "loops.py")
     done = subprocess.run([*launcher(arguments), script, *map(str, words)], capture_output=True, text=True)
     if done.returncode:
@@ -109,11 +110,11 @@ def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, A
 
 
 def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    layers, width, heads = SIZES[arguments.model]
+    layers, width, heads, vocabulary, length = SIZES[arguments.model]
     words = (
-        f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size 50304 "
-        f"--max_position_embeddings 1024 --input_dir {folder}/data --output_dir {folder}/out --overwrite_output_dir "
-        f"--split 1,0,0 --max_seq_length 1024 --per_device_train_batch_size {arguments.micro} "
+        f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size {vocabulary} "
+        f"--max_position_embeddings {length} --input_dir {folder}/data --output_dir {folder}/out "
+        f"--overwrite_output_dir --split 1,0,0 --max_seq_length {length} --per_device_train_batch_size {arguments.micro} "
         f"--max_steps {arguments.steps} --logging_steps 10 --save_strategy no --do_train --disable_tqdm 1 "
         "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.1 "
         f"--hidden_dropout_prob {arguments.dropout} --attention_probs_dropout_prob {arguments.dropout} "
