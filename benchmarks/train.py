@@ -113,8 +113,8 @@ def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, An
     layers, width, heads, vocabulary, length = SIZES[arguments.model]
     words = (
         f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size {vocabulary} "
-        f"--max_position_embeddings {length} --input_dir {folder}/data --output_dir {folder}/out "
-        f"--overwrite_output_dir --split 1,0,0 --max_seq_length {length} --per_device_train_batch_size {arguments.micro} "
+        f"--max_position_embeddings {length} --max_seq_length {length} --input_dir {folder}/data --split 1,0,0 "
+        f"--output_dir {folder}/out --overwrite_output_dir --per_device_train_batch_size {arguments.micro} "
         f"--max_steps {arguments.steps} --logging_steps 10 --save_strategy no --do_train --disable_tqdm 1 "
         "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.1 "
         f"--hidden_dropout_prob {arguments.dropout} --attention_probs_dropout_prob {arguments.dropout} "
