@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run could not go on (data, files, weights), 2 the comm
 when they are called: help, a wrong flag or --print_config wait for nothing heavy.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
@@ -255,6 +256,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _be_utf8()
+    for noisy in ("torchao", "torch.utils._pytree"):  # which say something at every import of torchao, by peft, too
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")

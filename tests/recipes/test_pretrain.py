@@ -656,6 +656,7 @@ def test_compiling_changes_no_loss(train, tmp_path, more):
 
 def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path):
     """Losses near those of bfloat16, not the same; the same weights in the saved folder, and a run goes on exactly."""
+    pytest.importorskip("torchao")
     words = ["--bf16", "--fp16_opt_level", "O2", "--save_steps", "2", *NO_DROPOUT]
     plain = losses(train(*words)[1])
     float8 = losses(train(*words, "--fp8", output="float8")[1])

@@ -152,7 +152,8 @@ class TrainingArguments:
         None, "compile blocks and loss; unset: in pretraining on a GPU, where layers and weights are whole"
     )
     cuda_graphs: bool | None = arg(
-        None, "replay the passes of a micro-batch as one CUDA graph; unset: in pretraining on one GPU, where compiled"
+        None,
+        "replay the passes of a micro-batch as one CUDA graph; unset: where compiled and nothing is exchanged in them",
     )
     fp8: bool = arg(False, "the blocks' matrix products in float8 (Ada, Hopper and newer GPUs)")
     amp_master_grad: bool = arg(False, "accumulate gradients in float32 under O2")

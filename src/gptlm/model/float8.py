@@ -1,6 +1,5 @@
 """Matrix products of the blocks in float8, by torchao."""
 
-import logging
 from typing import Any
 
 
@@ -13,7 +12,6 @@ def use_float8(model: Any, *, emulated: bool) -> None:
     Args:
         emulated: round as float8 does, but multiply in the precision of the weights; for devices without float8.
     """
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that are not used here
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(model.transformer.h, config=Float8LinearConfig(emulate=emulated))

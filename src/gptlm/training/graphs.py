@@ -63,7 +63,7 @@ class RecordedPasses:
             parameter.grad = gradient
 
     def _record(self, inputs: Tensors) -> None:
-        self._graph, self._gradients = None, []  # the memory of the last one goes first
+        self._graph, self._gradients, self._made = None, [], (self._made[0], None)  # the last one's memory goes first
         self._inputs = {name: value.clone() for name, value in inputs.items()}
         graph = torch.cuda.CUDAGraph()
         # other threads, which pin memory for the next samples, may go on meanwhile
