@@ -243,9 +243,7 @@ COMMANDS = {
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
-    "evaluate": Command(
-        evaluate, "Accuracy and perplexity of a trained model.", "evaluate.py", EVALUATE, EVALUATE_HELP
-    ),
+    "evaluate": Command(evaluate, "Accuracy and perplexity of a model.", "evaluate.py", EVALUATE, EVALUATE_HELP),
     "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
     "plan": Command(plan, "Which layouts fit a number of GPUs, and the likely fastest.", "plan.py", PLAN),
     "launch": Command(launch, "Start a script on all GPUs, on several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
 from gptlm.config.launching import parse_launch
@@ -23,7 +22,7 @@ from gptlm.training.sampler import ConsecutiveBatches
 from tests.config.test_run import README
 from tests.conftest import ROOT
 from tests.parallel.test_mesh import GROUPS, places
-from tests.recipes.test_layouts import BASE, case, weights
+from tests.recipes.test_layouts import BASE, case, stock_model, weights
 from tests.recipes.test_pretrain import reference_run
 from tests.recipes.test_sharding import losses, norms, run_session
 
@@ -214,12 +213,7 @@ def history_in(folder):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A stock GPT-2 of 4 layers and 8 heads with random weights."""
-    folder = tmp_path_factory.mktemp("eight") / "model"
-    torch.manual_seed(3)
-    config = GPT2Config(vocab_size=512, n_positions=16, n_embd=32, n_layer=4, n_head=8, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return stock_model(tmp_path_factory.mktemp("eight") / "model", heads=8)
 
 
 @pytest.fixture(scope="module")

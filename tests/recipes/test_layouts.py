@@ -50,14 +50,17 @@ SCALE, WINDOW = 81920, 3  # no power of two
 FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window {WINDOW}"
 
 
+def stock_model(folder, heads):
+    """A stock GPT-2 of 4 layers with random weights in `folder`."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 512, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": heads}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A stock GPT-2 of 4 layers and 4 heads with random weights."""
-    folder = tmp_path_factory.mktemp("layouts") / "model"
-    torch.manual_seed(3)
-    config = GPT2Config(vocab_size=512, n_positions=16, n_embd=32, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return stock_model(tmp_path_factory.mktemp("layouts") / "model", heads=4)
 
 
 @pytest.fixture(scope="module")

@@ -40,15 +40,7 @@ class ZeroAtOnce:
         """The gradients of each parameter group end to end, taken from the weights."""
         flats = self._empty() if self._placed is None else self._placed
         views = self.places if flats is self._placed else self._views(flats)
-        pairs = list(zip(views, [weight.grad for weight in self.weights], strict=True))
-        missing = [view for view, gradient in pairs if gradient is None]
-        if missing and flats is self._placed:
-            torch._foreach_zero_(missing)
-        away = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
-        if away:
-            torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
-        for weight in self.weights:
-            weight.grad = None
+        put_together(views, self.weights, zero=flats is not self._placed)
         return flats
 
     @torch.no_grad()
@@ -66,6 +58,24 @@ class ZeroAtOnce:
     def _views(self, flats: list[Tensor]) -> list[Tensor]:
         groups = zip(flats, self.optimizer.bit16_groups_flat, self.optimizer.bit16_groups, strict=True)
         return [_same_place(weight, whole, flat) for flat, whole, group in groups for weight in group]
+
+
+@torch.no_grad()
+def put_together(places: list[Tensor], weights: list[Any], *, zero: bool) -> None:
+    """Bring the gradients of `weights` to their `places` and take them from the weights; what is there is not copied.
+
+    Args:
+        zero: the places are zero already, as those of weights without a gradient become.
+    """
+    pairs = [(place, weight.grad) for place, weight in zip(places, weights, strict=True)]
+    missing = [place for place, gradient in pairs if gradient is None]
+    if missing and not zero:
+        torch._foreach_zero_(missing)
+    away = [(place, gradient) for place, gradient in pairs if gradient is not None and gradient is not place]
+    if away:
+        torch._foreach_copy_([place for place, _ in away], [gradient for _, gradient in away])
+    for weight in weights:
+        weight.grad = None
 
 
 def _same_place(weight: Tensor, whole: Tensor, flat: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.parallel.mesh import Mesh
-from gptlm.parallel.zero import stage_of
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, peak_flops, process_group_closed
 from gptlm.recipes.model import find_tokenizer, make_model
@@ -26,8 +25,8 @@ from gptlm.recipes.pretrain_data import (
     steps_per_epoch,
     window,
 )
-from gptlm.recipes.sharding import deepspeed_config, shard_groups
-from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
+from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.speed import speed_arguments
 from gptlm.recipes.start import output_locked
 from gptlm.recipes.training import (
     begin,
@@ -79,11 +78,8 @@ def _run(
     model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    stage = stage_of(deepspeed or {})
-    float8_if_wanted(run, model, machine.device, stage=stage)
-    compiled = compile_if_wanted(run, model, machine.device, default=True, stage=stage)
-    grouped = mesh is not None or shard_groups(run, deepspeed) is not None
-    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=grouped)
+    uneven = "documents differ in length" if run.data.document_masking == "attention" else None
+    speed = speed_arguments(run, machine, model, deepspeed, compiled=True, uneven=uneven, shared=mesh is not None)
     masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
     facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(
@@ -96,8 +92,7 @@ def _run(
         seq_length=run.data.max_seq_length,
         flops_per_sample=_flops(run),
         utilisation=_utilisation(run, machine),
-        exchanged_at_once=at_once,
-        recorded=_recorded(run, machine, compiled=compiled, alone=at_once or run.dims.world == 1 and deepspeed is None),
+        **speed,
         **layout_arguments(run, mesh, machine),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
@@ -107,11 +102,6 @@ def _run(
     if training.do_train and training.log_format == "megatron":
         _say_summary(run, trainer)
     return metrics
-
-
-def _recorded(run: PretrainRun, machine: Machine, *, compiled: bool, alone: bool) -> bool:
-    uneven = "documents differ in length" if run.data.document_masking == "attention" else None
-    return recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
 
 
 def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:

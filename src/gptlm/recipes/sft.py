@@ -17,7 +17,6 @@ from gptlm.model.adapter_files import settings_of
 from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.tokenizer import load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
-from gptlm.parallel.zero import stage_of
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
@@ -31,8 +30,8 @@ from gptlm.recipes.sft_data import (
     order_facts,
 )
 from gptlm.recipes.sft_sources import find_sources
-from gptlm.recipes.sharding import deepspeed_config, shard_groups
-from gptlm.recipes.speed import compile_if_wanted, exchanged_at_once, float8_if_wanted, recorded
+from gptlm.recipes.sharding import deepspeed_config
+from gptlm.recipes.speed import speed_arguments
 from gptlm.recipes.start import check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
 from gptlm.training import checkpoint
@@ -82,15 +81,11 @@ def _run(
     set_seed(training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    stage = stage_of(deepspeed or {})
-    float8_if_wanted(run, model, machine.device, stage=stage)
-    compiled = compile_if_wanted(run, model, machine.device, default=False, stage=stage)
-    recorded(run, machine.device, compiled=compiled, alone=True, obstacle="examples differ in length")
+    speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven="examples differ in length")
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)
-    grouped = shard_groups(run, deepspeed) is not None
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
     trainer = SftTrainer(
         model=model,
@@ -100,7 +95,7 @@ def _run(
         processing_class=tokenizer,
         schedule=_schedule(run),
         seq_length=data.tokens_per_sample,
-        exchanged_at_once=exchanged_at_once(run, machine, model.num_parameters(), groups=grouped),
+        **speed,
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )

@@ -12,11 +12,40 @@ from gptlm.errors import UsageError
 from gptlm.model.compiling import compile_network, why_not
 from gptlm.model.float8 import use_float8
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.parallel.zero import stage_of
 from gptlm.recipes.machine import Machine
+from gptlm.recipes.sharding import shard_groups
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
+
+
+def speed_arguments(
+    run: Run,
+    machine: Machine,
+    model: GPTLMHeadModel,
+    deepspeed: dict[str, Any] | None,
+    *,
+    compiled: bool,
+    uneven: str | None,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """Let `model` be compiled and multiply in float8 as the flags say; what its trainer is made with for speed.
+
+    Args:
+        compiled: the default of --torch_compile on a GPU.
+        uneven: why batches differ in shape, if they do.
+        shared: processes share a replica of the model.
+    """
+    stage = stage_of(deepspeed or {})
+    float8_if_wanted(run, model, machine.device, stage=stage)
+    compiled = compile_if_wanted(run, model, machine.device, default=compiled, stage=stage)
+    groups = shared or shard_groups(run, deepspeed) is not None
+    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=groups)
+    alone = at_once or (run.dims.world == 1 and deepspeed is None)
+    passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
+    return {"exchanged_at_once": at_once, "recorded": passes}
 
 
 def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool, stage: int) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gptlm.model.compiling import why_not
+from gptlm.parallel.at_once import put_together
 
 ALIGNED = 64  # elements; each weight begins at a multiple
 EAGER = 1 << 24  # elements updated together where passes are not fused: what temporary values need
@@ -90,14 +91,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
         flat = self._zeros(self.weights[0].dtype) if self._placed is None else self._placed
         views = self.gradient_places if flat is self._placed else self._views(flat)
-        if flat is self._placed and self._idle:
-            torch._foreach_zero_([views[number] for number in self._idle])
-        found = [(view, w.grad) for view, w in zip(views, self.weights, strict=True) if w.grad is not None]
-        away = [(view, gradient) for view, gradient in found if gradient is not view]
-        if away:
-            torch._foreach_copy_([view for view, _ in away], [gradient for _, gradient in away])
-        for weight in self.weights:
-            weight.grad = None
+        put_together(views, self.weights, zero=flat is not self._placed)
         return flat
 
     @torch.no_grad()

@@ -1,0 +1,59 @@
+"""When gradients are exchanged in one go, and what is put together where."""
+
+import shlex
+
+import pytest
+import torch
+
+from gptlm.config.run import parse_pretrain
+from gptlm.parallel.at_once import put_together
+from gptlm.recipes.machine import Machine
+from gptlm.recipes.speed import AT_ONCE, exchanged_at_once
+
+BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
+HALF = Machine("cpu", "bf16", "O2")
+
+
+def decided(flags="", world=2, here="2", machine=HALF, parameters=1000, word="LOCAL_WORLD_SIZE", **more):
+    run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+            patch.delenv(name, raising=False)
+        if here:
+            patch.setenv(word, here)
+        return exchanged_at_once(run, machine, parameters, **more)
+
+
+def test_half_precision_gradients_of_one_machine_are_exchanged_at_once():
+    assert decided() and decided("--sharding stage1") and decided("--sharding stage2")
+    assert decided(word="LOCAL_SIZE")  # DeepSpeed's launcher
+    assert decided(parameters=AT_ONCE + 1) and decided("--amp_master_grad")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"world": 1, "here": "1"},
+        {"here": "1"},  # on two machines
+        {"here": ""},
+        {"machine": Machine("cpu", "bf16", "O1")},
+        {"machine": Machine("cpu", "fp32")},
+        {"groups": True},
+        {"flags": "--sharding stage3"},
+        {"flags": "--sharding stage2 offload"},
+        {"flags": "--sharding stage1 --amp_master_grad"},
+        {"flags": "--sharding stage2", "parameters": AT_ONCE + 1},
+        {"flags": "--deepspeed ds_configs/zero2.json"},
+    ],
+)
+def test_others_are_not(case):
+    assert not decided(**case)
+
+
+def test_gradients_are_brought_to_their_places_and_taken():
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    places = list(torch.full((3, 2), 7.0))
+    weights[0].grad, weights[1].grad = torch.tensor([1.0, 2.0]), places[1]
+    put_together(places, weights, zero=False)
+    assert torch.stack(places).tolist() == [[1.0, 2.0], [7.0, 7.0], [0.0, 0.0]]
+    assert all(weight.grad is None for weight in weights)
