@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from transformers import set_seed
 
@@ -80,8 +81,6 @@ def _run(
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
     uneven = "documents differ in length" if run.data.document_masking == "attention" else None
     speed = speed_arguments(run, machine, model, deepspeed, compiled=True, uneven=uneven, shared=mesh is not None)
-    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
-    facts = {"order": order_facts(run, datasets["train"]), "settings": masking}
     trainer = PretrainTrainer(
         model=model,
         train_dataset=served(run, mesh, datasets["train"]),
@@ -94,14 +93,19 @@ def _run(
         utilisation=_utilisation(run, machine),
         **speed,
         **layout_arguments(run, mesh, machine),
-        **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
+        **trainer_arguments(run, machine, arguments, deepspeed, start, _facts(run, datasets)),
     )
     metrics = train(run, trainer, start) if training.do_train else {}
     metrics |= _evaluate(run, trainer, datasets)
     finish(run, trainer, metrics)
-    if training.do_train and training.log_format == "megatron":
-        _say_summary(run, trainer)
+    _say_summary(run, trainer)
     return metrics
+
+
+def _facts(run: PretrainRun, datasets: Datasets) -> dict[str, dict[str, Any]]:
+    """What is noted in each checkpoint of the samples and how they are read."""
+    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
+    return {"order": order_facts(run, datasets["train"]), "settings": masking}
 
 
 def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
@@ -112,6 +116,9 @@ def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) ->
 
 
 def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:
+    """Megatron's table at the end of a training, in its log format."""
+    if not run.training.do_train or run.training.log_format != "megatron":
+        return
     name = f"{run.dims.world}p-{Path(run.training.output_dir or '').name}"
     parameters = sizes_of(run).parameters
     history, steps = trainer.state.log_history, trainer.state.global_step

@@ -72,13 +72,12 @@ def _run(
     start: checkpoint.Checkpoint | None,
 ) -> dict[str, float]:
     """Everything that needs the process group."""
-    training = run.training
     deepspeed = deepspeed_config(run, machine)
     if deepspeed is not None:
         start_deepspeed(on_cpu=machine.device == "cpu")
     arguments = hf_arguments(run, machine, deepspeed)
     say_run(run, len(data.train), data.tokens_per_sample)
-    set_seed(training.seed)
+    set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven="examples differ in length")
@@ -89,7 +88,7 @@ def _run(
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
     trainer = SftTrainer(
         model=model,
-        train_dataset=Shuffled(data.train, length=run.batch.total * training.max_steps, seed=training.seed),
+        train_dataset=Shuffled(data.train, length=run.batch.total * run.training.max_steps, seed=run.training.seed),
         eval_dataset=evaluation_samples(run, data),
         data_collator=collator(run, tokenizer),
         processing_class=tokenizer,
@@ -99,8 +98,8 @@ def _run(
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
-    metrics = train(run, trainer, start) if training.do_train else {}
-    if training.do_eval and "eval_loss" not in metrics:
+    metrics = train(run, trainer, start) if run.training.do_train else {}
+    if run.training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")
     finish(run, trainer, metrics)
     return metrics
