@@ -1,13 +1,16 @@
 """On a CUDA device: precisions agree, document kernels are right, the log has memory fields."""
 
+import functools
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError
 from gptlm.model.documents import Documents, document_attention
+from gptlm.model.fused_gelu import GELU_AUX_BIAS, _products, linear_gelu, linear_gelu_gradient
 from gptlm.recipes.pretrain import pretrain
 from gptlm.training.checkpoint import read
 from gptlm.training.master import MasterWeightAdamW, clip
@@ -146,10 +149,31 @@ def test_one_compiled_pass_updates_as_adamw_does():
 
 
 def test_compiling_and_not_compiling_agree(losses):
-    """Everything on and everything off: float32 to 1e-5, bfloat16 to 2e-3."""
-    for name, words, distance in (("f", (), 1e-5), ("b", ("--bf16", "--fp16_opt_level", "O2"), 2e-3)):
+    """Everything on and everything off, with the same random numbers: float32 to 1e-5, bfloat16 to 2e-3."""
+    dropout = ("--hidden_dropout_prob", "0.1", "--attention_probs_dropout_prob", "0.1")
+    half = ("--bf16", "--fp16_opt_level", "O2")
+    for name, words, distance in (("f", (), 1e-5), ("d", dropout, 1e-5), ("b", half, 2e-3)):
         on, off = losses(f"{name}-on", *words), losses(f"{name}-off", *words, "--torch_compile", "0")
         assert [e["loss"] for e in on] == pytest.approx([e["loss"] for e in off], abs=distance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_gelu_are_product_and_gelu(dtype):
+    """Also where no kernel has the shape, and again with other tensors of a shape that was there before."""
+    torch.manual_seed(0)
+    for rows, width, inner in ((64, 32, 128), (4096, 256, 1024), (64, 32, 128), (7, 36, 20)):
+        make = functools.partial(torch.randn, device="cuda", dtype=dtype)
+        x, weight, bias, gradient = make(rows, width), make(inner, width) / 8, make(inner), make(rows, width)
+        if inner > 20:
+            assert _products(0)(GELU_AUX_BIAS, weight, x, bias, make(rows, inner)) is not None
+        made, before = linear_gelu(x, weight, bias)
+        wanted = F.linear(x.float(), weight.float(), bias.float()).requires_grad_()
+        gelu = F.gelu(wanted, approximate="tanh")
+        torch.testing.assert_close(before.float(), wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(made.float(), gelu, rtol=2e-2, atol=2e-2)
+        found = linear_gelu_gradient(gradient, weight.T.contiguous(), before)
+        gelu.backward(gradient.float() @ weight.T.float())
+        torch.testing.assert_close(found.float(), wanted.grad, rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize(

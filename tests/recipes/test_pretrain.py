@@ -637,6 +637,7 @@ def test_evaluation_alone_takes_the_model_in_output_dir(train, corpus_folder, ti
     "more",
     [
         (),
+        ("--hidden_dropout_prob", "0.1"),
         pytest.param(("--recompute", "1"), marks=pytest.mark.slow),
         pytest.param(("--recompute", "1", "--recompute_granularity", "core_attn"), marks=pytest.mark.slow),
         pytest.param(("--document_masking", "attention"), marks=pytest.mark.slow),

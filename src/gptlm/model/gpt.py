@@ -26,6 +26,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gptlm.model.documents import Documents, document_attention
+from gptlm.model.fused_gelu import feed_forward, fits
 from gptlm.model.loss import summed_loss
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -96,8 +97,11 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, inner)
         self.c_proj = _residual_projection(inner, config.n_embd)
         self.dropout = nn.Dropout(config.resid_pdrop)
+        self.fused = False  # GELU may be computed inside the matrix products, where they are compiled
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused and torch.compiler.is_compiling() and fits(x, self.c_fc, self.c_proj):
+            return self.dropout(feed_forward(x, self.c_fc, self.c_proj))
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))
 
 
@@ -170,12 +174,15 @@ class GPTModel(GPTPreTrainedModel):
                 only softmax(q k) v; None keeps everything.
             keep: numbers of layers that keep everything.
         """
-        for number, block in enumerate(self.h):
-            if not hasattr(block, "attn"):
-                continue  # it lies on another pipeline stage
-            chosen = (granularity or "").replace("only_attn", "full_attn") if number not in keep else ""
-            block.recompute = chosen  # type: ignore[assignment]
-            block.attn.recompute_core = chosen == "core_attn"  # type: ignore[union-attr, assignment]
+        for block in self.own_blocks:
+            chosen = (granularity or "").replace("only_attn", "full_attn") if block.attn.layer not in keep else ""
+            block.recompute = chosen
+            block.attn.recompute_core = chosen == "core_attn"
+
+    @property
+    def own_blocks(self) -> list[Any]:
+        """The blocks that this process holds, all of them unless other pipeline stages hold some."""
+        return [block for block in self.h if hasattr(block, "attn")]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.wte

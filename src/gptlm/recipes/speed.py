@@ -62,10 +62,8 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     if not (helps if wanted is None else wanted):
         return False
     obstacle = why_not(device)
-    if stage == 3:
-        obstacle = "ZeRO stage 3 brings each weight when it is needed"
     if obstacle is None:
-        compile_network(model)
+        compile_network(model, within_hooks=stage == 3)
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
         return True
     if wanted:
