@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -100,3 +101,14 @@ def test_smaller_groups_of_stage_3_share_the_weights():
     wanted = Wanted(1, 1, 8, 1.0, "bf16", "O2", shard_degree=4)
     assert filled(zero_config(3), wanted)["zero_optimization"]["zero_hpz_partition_size"] == 4
     assert "zero_hpz_partition_size" not in filled(zero_config(1), wanted)["zero_optimization"]
+
+
+def test_stage_3_exchanges_whole_blocks_where_all_of_a_block_is_trained():
+    zero = filled(zero_config(3), RUN)["zero_optimization"]
+    assert zero["leaf_module"] == {"classes": ["gptlm.model.gpt.Block"]}
+    assert zero["stage3_param_persistence_threshold"] == 0
+    adapters = dataclasses.replace(RUN, whole_blocks=False)
+    for config in (filled(zero_config(3), adapters), filled(zero_config(2), RUN)):
+        assert "leaf_module" not in config["zero_optimization"]
+    own = filled({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}, RUN)
+    assert own["zero_optimization"]["stage3_param_persistence_threshold"] == 7  # a file's own words win

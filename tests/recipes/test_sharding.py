@@ -88,6 +88,7 @@ def session(tiny_model, corpus_folder, tmp_path_factory):
         (folder / f"small{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage, **SMALL_BUCKETS}}))
         words = ["--deepspeed", folder / f"small{stage}.json", "--save_strategy", "no"]
         cases.append((f"stage{stage} small buckets", [*loaded, *NO_DROPOUT, *words]))
+    cases.append(("stage3 compiled", [*loaded, *NO_DROPOUT, "--sharding", "stage3", "--torch_compile"]))
     cases.append(
         ("ddp O2 master", [*loaded, *NO_DROPOUT, *O2, "--amp_master_grad", "--gradient_accumulation_steps", 2])
     )
@@ -142,7 +143,7 @@ pytestmark = pytest.mark.distributed
 
 def test_every_stage_trains_like_one_process(session, alone):
     wanted = alone()
-    for name in STRATEGIES:
+    for name in (*STRATEGIES, "stage3 compiled"):
         found = session[1][name]
         assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name
         assert norms(found) == pytest.approx(norms(wanted), abs=1e-5), name

@@ -83,6 +83,11 @@ class Run:
         """All flags of the run."""
         return (self.model, self.parallel, self.training)
 
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight of the model is trained."""
+        return True
+
     def as_arguments(self) -> str:
         """The run as a JSON argument file; what belongs to one start alone is left out."""
         once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel")

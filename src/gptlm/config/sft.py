@@ -123,6 +123,10 @@ class SftRun(Run):
     def groups(self) -> tuple[Any, ...]:
         return (self.model, self.data, self.lora, self.parallel, self.training)
 
+    @property
+    def trains_all(self) -> bool:
+        return not self.lora.lora
+
 
 def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> SftRun:
     """The run that `argv` and the launcher's `environment` describe.

@@ -13,6 +13,10 @@ from gptlm.errors import UsageError
 
 CPU = {"device": "cpu", "pin_memory": True}
 BUCKET = 5 * 10**7  # elements reduced at a time: 100 MB in half precision keep a link busy, and many of them overlap
+TOGETHER = {  # stage 3: the weights of a block come and go in one exchange, not in one per module
+    "leaf_module": {"classes": ["gptlm.model.gpt.Block"]},
+    "stage3_param_persistence_threshold": 0,
+}
 SILENT = 1 << 30  # DeepSpeed's own progress lines come every so many steps
 SUPERSEDED = ("optimizer", "scheduler", "tensor_parallel", "pipeline", "amp", "data_efficiency", "compression_training")
 KNOWN = (
@@ -36,6 +40,7 @@ class Wanted:
         fixed_scale, scale_window, hysteresis, minimum_scale: float16's loss scale.
         master_grad: add gradients up in float32.
         shard_degree: processes that share one copy of the weights (stage 3); None: all.
+        whole_blocks: all weights of a block are trained, so stage 3 may bring and reduce them together.
     """
 
     micro_batch: int
@@ -50,6 +55,7 @@ class Wanted:
     minimum_scale: float = 1.0
     master_grad: bool = False
     shard_degree: int | None = None
+    whole_blocks: bool = True
 
 
 def zero_config(stage: int, *, offload: bool = False) -> dict[str, Any]:
@@ -113,7 +119,10 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
         problems.append(f"{name}: half precision needs ZeRO stage 1, 2 or 3 (stage 0 loses accuracy); set the stage")
     if wanted.shard_degree and stage_of(config) == 3:
         config["zero_optimization"]["zero_hpz_partition_size"] = wanted.shard_degree
+    if wanted.whole_blocks and stage_of(config) == 3:
+        config["zero_optimization"] = copy.deepcopy(TOGETHER) | config["zero_optimization"]
     config["steps_per_print"] = SILENT
+    config.setdefault("timers", {"throughput": {"enabled": False}})  # DeepSpeed's waits for the GPU at every step
     if problems:
         raise UsageError("\n".join(problems))
     return config

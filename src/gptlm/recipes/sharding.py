@@ -81,6 +81,7 @@ def _wanted(run: Run, machine: Machine) -> Wanted:
         minimum_scale=training.min_loss_scale,
         master_grad=training.amp_master_grad,
         shard_degree=degree if run.parallel.sharding and 1 < degree < run.dims.data else None,
+        whole_blocks=run.trains_all,
     )
 
 
