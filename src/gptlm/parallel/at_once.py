@@ -27,7 +27,16 @@ class ZeroAtOnce:
             hook.remove()
         self.optimizer._grad_acc_hooks.clear()
         self.weights = [weight for group in self.optimizer.bit16_groups for weight in group]
+        self._let_go()
         self._placed: list[Tensor] | None = None  # where gradients are added up
+
+    def _let_go(self) -> None:
+        """Free the weights from graphs DeepSpeed keeps by accident: what adds their gradients is bound to a stream,
+        while a recording of the passes uses its own."""
+        for weight in self.weights:
+            mapping = getattr(weight, "_hp_mapping", None)
+            if mapping is not None:
+                mapping.lp_fragment = mapping.lp_fragment.detach()
 
     @cached_property
     def places(self) -> list[Tensor]:

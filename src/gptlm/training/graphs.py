@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlm.errors import GptlmError
+
 WARM_UP = 2  # calls before the recording: code is compiled, libraries make their plans and work spaces
 
 Tensors = dict[str, Tensor]
@@ -40,6 +42,9 @@ class RecordedPasses:
         Args:
             inputs: on the GPU; other shapes than before are recorded anew.
             constants: numbers that `passes` uses; it is recorded anew when they change.
+
+        Raises:
+            GptlmError: where CUDA refuses the recording.
         """
         if self.sums is not None and any(parameter.grad is None for parameter in self.parameters):
             torch._foreach_zero_(self.sums)
@@ -66,8 +71,12 @@ class RecordedPasses:
         self._graph, self._gradients, self._made = None, [], (self._made[0], None)  # the last one's memory goes first
         self._inputs = {name: value.clone() for name, value in inputs.items()}
         graph = torch.cuda.CUDAGraph()
-        # other threads, which pin memory for the next samples, may go on meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._made = self.passes(self._inputs)
+        try:
+            # other threads, which pin memory for the next samples, may go on meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._made = self.passes(self._inputs)
+        except RuntimeError as error:  # torch cannot go on in this process
+            reason = str(error.__context__ or error).splitlines()[0]
+            raise GptlmError(f"the passes cannot be recorded; try again with --cuda_graphs 0: {reason}") from error
         self._graph = graph
         self._gradients = [parameter.grad for parameter in self.parameters]

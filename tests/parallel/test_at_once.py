@@ -1,0 +1,45 @@
+"""What DeepSpeed is left with, where gradients are exchanged in one go."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LETS_GO = """
+import torch
+from gptlm.parallel.at_once import ZeroAtOnce
+from gptlm.parallel.engine import start_deepspeed
+from gptlm.parallel.zero import Wanted, filled, zero_config
+
+start_deepspeed(on_cpu=True)
+import deepspeed
+
+def alive(weights):
+    found = 0
+    for weight in weights:
+        node = weight.view_as(weight).grad_fn.next_functions[0][0]
+        found += "seen" in node.metadata
+        node.metadata["seen"] = True
+    return found
+
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+config = filled(zero_config(2), Wanted(1, 1, 1, 1.0, "bf16", "O2"))
+deepspeed.init_distributed("gloo")
+engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+weights = list(model.parameters())
+alive(weights)
+before = alive(weights)
+ZeroAtOnce(engine)
+alive(weights)
+print("found", before, alive(weights))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_no_graph_of_a_weight_is_left():
+    """A recording cannot use what adds a gradient on another stream; a graph that is kept keeps that, too."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", LETS_GO], capture_output=True, text=True, env=environment)
+    assert done.stdout.split()[-3:] == ["found", "6", "0"], done.stderr[-2000:]
