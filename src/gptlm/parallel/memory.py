@@ -72,7 +72,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest card."""
+    """Bytes on the fullest card. `update` is what gradients need in a step, when activations are gone."""
 
     weights: float
     gradients: float
@@ -80,11 +80,12 @@ class Memory:
     activations: float
     output: float
     buffers: float
+    update: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.output, self.buffers)
-        return sum(parts)
+        passes = (self.gradients, self.activations, self.output)
+        return self.weights + self.optimizer + self.buffers + max(sum(passes), self.update)
 
 
 def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
@@ -106,7 +107,8 @@ def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
     else:
         activations = first
     buffers = _buffers(own, layout, bucket)
-    return Memory(**_states(own, layout), activations=activations, output=output, buffers=buffers)
+    more = {"activations": activations, "output": output, "buffers": buffers, "update": _update(own, layout)}
+    return Memory(**_states(own, layout), **more)
 
 
 def in_flight(layout: Layout) -> float:
@@ -126,6 +128,15 @@ def _states(own: float, layout: Layout) -> dict[str, float]:
     gradients = own * (2 if half else 4) / (shared if layout.stage >= 2 else 1)
     masters = own * 4 if half or layout.stage else 0.0
     return {"weights": weights, "gradients": gradients, "optimizer": (own * 8 + masters) / shared}
+
+
+def _update(own: float, layout: Layout) -> float:
+    """Of half-precision weights: gradients and, while they are put together, a copy; DeepSpeed's also in float32."""
+    if layout.precision != "O2":
+        return 0.0
+    if layout.stage or layout.tensor > 1 or layout.pipeline > 1:
+        return own / (layout.shards if layout.stage else 1) * (2 + 2 + 4)
+    return own * (2 + 2)
 
 
 def _activations(sizes: Sizes, layout: Layout, layers: int, batches: float) -> float:
