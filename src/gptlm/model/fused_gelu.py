@@ -42,16 +42,17 @@ def library() -> Any:
 
 
 class _Products:
-    """Products with GELU in them, on the current GPU.
+    """Products with GELU in them, on one GPU.
 
     All matrices are in half precision and row-major; cuBLASLt sees their transposes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
         self.calls = library()
         self.handle = ctypes.c_void_p()
-        _check(self.calls.cublasLtCreate(ctypes.byref(self.handle)))
-        self.space = torch.empty(SPACE, dtype=torch.uint8, device="cuda")
+        with torch.cuda.device(device):
+            _check(self.calls.cublasLtCreate(ctypes.byref(self.handle)))
+            self.space = torch.empty(SPACE, dtype=torch.uint8, device="cuda")
         self.plans: dict[Any, Any] = {}
 
     def __call__(self, epilogue: int, weight: Tensor, x: Tensor, bias: Tensor | None, before: Tensor) -> Tensor | None:
@@ -67,6 +68,8 @@ class _Products:
         """
         made = torch.empty_like(before)
         tensors = (weight, x, before, made, *(() if bias is None else (bias,)))
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return None
         if any(tensor.data_ptr() % ALIGNED or tensor.shape[-1] * 2 % ALIGNED for tensor in tensors):
             return None
         key = epilogue, weight.shape, x.shape, x.dtype
@@ -132,7 +135,7 @@ def _check(status: int) -> None:
 
 @functools.cache
 def _products(device: int) -> _Products:
-    return _Products()
+    return _Products(device)
 
 
 @torch.library.custom_op("gptlm::linear_gelu", mutates_args=())
