@@ -77,8 +77,12 @@ def chunk_loss(
     target_logit = reduce(own, "sum")
     losses = normaliser.log() + highest - target_logit
     probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0))
-    targeted = here & (torch.arange(product.shape[1], device=product.device) == column)
-    return torch.where(counted, losses, 0.0).sum(), probabilities.sub_(targeted.float()).to(product.dtype)
+    if torch.compiler.is_compiling():  # one pass over memory; without compiling it would be five
+        targeted = here & (torch.arange(product.shape[1], device=product.device) == column)
+        probabilities = probabilities.sub_(targeted.float())
+    else:
+        probabilities.scatter_add_(1, column, -here.float())
+    return torch.where(counted, losses, 0.0).sum(), probabilities.to(product.dtype)
 
 
 def linear_cross_entropy(
