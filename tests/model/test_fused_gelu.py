@@ -9,7 +9,8 @@ from transformers import GPT2Config
 
 from gptlm.model.compiling import compile_network
 from gptlm.model.fused_gelu import feed_forward, fits
-from gptlm.model.gpt import MLP, GPTLMHeadModel
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.mlp import MLP
 
 
 def test_values_and_gradients_are_those_of_the_plain_layer():

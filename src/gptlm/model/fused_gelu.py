@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlm.errors import GptlmError
+
 TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 FLOAT32, COMPUTE_32F = 0, 68
 TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 7, 8, 11, 12  # attributes of a product
@@ -130,7 +132,7 @@ class _Products:
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLASLt: status {status}; --torch_compile 0 goes without it")
+        raise GptlmError(f"cuBLASLt refuses a matrix product (status {status}); --torch_compile 0 goes without it")
 
 
 @functools.cache
