@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from gptlm.parallel.at_once import _runs
 
 LETS_GO = """
 import torch
@@ -43,3 +46,17 @@ def test_no_graph_of_a_weight_is_left():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", LETS_GO], capture_output=True, text=True, env=environment)
     assert done.stdout.split()[-3:] == ["found", "6", "0"], done.stderr[-2000:]
+
+
+def test_each_weight_counts_once_for_the_norm():
+    """Weights at 0 to 3, 3 to 8 (a copy of another process's), 8 to 10 and 10 to 16 of 16, and their two shares."""
+    whole = torch.arange(20.0)[4:]
+    weights = [whole[start:stop] for start, stop in ((0, 3), (3, 8), (8, 10), (10, 16))]
+    weights[1].model_parallel = False
+    weights[3].model_parallel = True
+    weights.reverse()  # their order is not that of their places
+    assert _runs(whole, weights, 1, 0) == [slice(0, 3), slice(8, 16)]
+    assert _runs(whole, weights, 2, 0) == [slice(0, 3)]
+    assert _runs(whole, weights, 2, 1) == [slice(0, 8)]
+    assert _runs(whole, weights, 4, 1) == []
+    assert _runs(whole, weights, 4, 2) == [slice(0, 4)]

@@ -46,6 +46,7 @@ FOUR = {  # of four
 MASKED = " --eod_mask_loss"
 MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
+NORM = 0.02  # of bfloat16's norm; what is on several processes counted more than once would be more
 SCALE, WINDOW = 81920, 3  # no power of two
 FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window {WINDOW}"
 
@@ -212,15 +213,19 @@ def test_more_layouts_of_four(words, wanted, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layouts_train_like_one(words, wanted, tmp_path):
-    """The exchanges are compiled with their blocks; and with dropout, what is computed again draws the same."""
-    compiled = {name: f"{TWO[name]} --torch_compile" for name in ("tp2", "tp2 sp", "pp2", "pp2 v2")}
-    cases = [case(words, tmp_path, name, more) for name, more in compiled.items()]
-    dropout = f"{compiled['tp2 sp']} --hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
-    cases.append(case(words, tmp_path, "dropout", dropout))
+    """The exchanges are compiled with their blocks; and dropout, computed again or not, draws the same numbers."""
+    names = ("tp2", "tp2 sp", "pp2", "pp2 v2")
+    dropout = "--hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
+    cases = [case(words, tmp_path, name, f"{TWO[name]} --torch_compile") for name in names]
+    for name in names:
+        for compiled in ("", " --torch_compile"):
+            cases.append(case(words, tmp_path, f"{name} dropout{compiled}", f"{TWO[name]} {dropout}{compiled}"))
     results = run_session(2, cases, tmp_path)
-    for name in compiled:
+    for name in names:
         check((tmp_path, results), wanted, name)
-    assert all(math.isfinite(loss) for loss in losses(results["dropout"]))
+        plain = losses(results[f"{name} dropout"])
+        assert losses(results[f"{name} dropout --torch_compile"]) == pytest.approx(plain, abs=1e-5), name
+        assert plain != pytest.approx(wanted[0], abs=1e-3), name
 
 
 @pytest.mark.distributed
@@ -246,11 +251,13 @@ def test_bfloat16(two, wanted, name):
     name = name if "bf16" in name else f"{name} bf16"
     assert losses(two[1][name]) == pytest.approx(wanted[0], abs=4e-3)
     assert losses(two[1][name]) != pytest.approx(wanted[0], abs=1e-6)
+    assert norms(two[1][name]) == pytest.approx(wanted[2], rel=NORM)
 
 
 @pytest.mark.distributed
 def test_bfloat16_on_four(four, wanted):
     assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=4e-3)
+    assert norms(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[2], rel=NORM)
 
 
 def overflowing_run(folder, data):

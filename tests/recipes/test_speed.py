@@ -30,9 +30,21 @@ def test_half_precision_gradients_of_one_machine_are_exchanged_at_once():
     assert decided(parameters=AT_ONCE + 1) and decided("--amp_master_grad")
 
 
+def test_so_are_those_of_layouts():
+    """Without replicas nothing is exchanged, so wherever the processes are and however large the model is."""
+    for flags in ("--tensor_parallel_degree 2", "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2"):
+        assert decided(flags, parameters=AT_ONCE + 1, here="1")
+        assert decided(flags, world=4, here="4") and decided(f"{flags} --sharding stage1", world=4, here="4")
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "2"},
+        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "4", "parameters": AT_ONCE + 1},
+        {"flags": "--tensor_parallel_degree 2", "machine": Machine("cpu", "bf16", "O1")},
+        {"flags": "--tensor_parallel_degree 2 --amp_master_grad"},
+        {"flags": "--tensor_parallel_degree 2 --sharding stage3", "world": 4, "here": "4"},
         {"world": 1, "here": "1"},
         {"here": "1"},  # on two machines
         {"here": ""},

@@ -148,9 +148,7 @@ class TrainingArguments:
     loss_scale_window: int = arg(2000, "good steps after which the dynamic loss scale doubles")
     hysteresis: int = arg(1, "overflows after which the dynamic loss scale halves")
     min_loss_scale: float = arg(1.0, "lowest loss scale; an overflow there ends the run")
-    torch_compile: bool | None = arg(
-        None, "compile blocks and loss; unset: in pretraining on a GPU, where layers and weights are whole"
-    )
+    torch_compile: bool | None = arg(None, "compile blocks and loss; unset: in pretraining on a GPU")
     cuda_graphs: bool | None = arg(
         None,
         "replay the passes of a micro-batch as one CUDA graph; unset: where compiled and nothing is exchanged in them",

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, D width, H heads, V vocabulary.
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = residual_projection(config.n_embd, config.n_embd)
         self.recompute_core = False
-        self.core_context: Callable[[], AbstractContextManager] = nullcontext  # what softmax(q k) v is computed in
+        self.core_context: Callable[[], AbstractContextManager] | None = (
+            None  # what dropout of softmax(q k) is drawn in
+        )
         # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
 
@@ -63,8 +65,15 @@ class Attention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
         """softmax(q k / sqrt(D / H)) v with dropout, (B, H, T, D / H)."""
         dropout = self.dropout if self.training else 0.0
-        with self.core_context() if dropout else nullcontext():
-            return self._softmax(q, k, v, mask, documents, dropout)
+        within = self._softmax_within if dropout and self.core_context is not None else self._softmax
+        return within(q, k, v, mask, documents, dropout)
+
+    @torch.compiler.disable
+    def _softmax_within(self, *args) -> Tensor:
+        """Not compiled: a context that changes the generator cannot be, and would keep all around it from being so."""
+        assert self.core_context is not None
+        with self.core_context():
+            return self._softmax(*args)
 
     def _softmax(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
         if documents is not None:

@@ -17,6 +17,9 @@ class ZeroAtOnce:
     The price is memory for all gradients, 2 bytes per parameter, and as much again while they are put together, at
     the end of the passes, when activations are gone; DeepSpeed's stage 2 holds a share of them.
 
+    Processes that share a replica hold different weights, and some the same: the global norm counts each weight once,
+    where its `model_parallel` is set (see `parallel.apply`).
+
     Args:
         engine: DeepSpeed's, of stage 1 or 2 with half-precision weights.
     """
@@ -28,6 +31,7 @@ class ZeroAtOnce:
         self.optimizer._grad_acc_hooks.clear()
         self.weights = [weight for group in self.optimizer.bit16_groups for weight in group]
         self._let_go()
+        self.optimizer.scaled_global_norm = self._norm
         self._placed: list[Tensor] | None = None  # where gradients are added up
 
     def _let_go(self) -> None:
@@ -61,6 +65,24 @@ class ZeroAtOnce:
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
 
+    def _norm(self, norm_type: int = 2) -> Tensor:
+        """The global norm of the gradients to step with, float32; -1, DeepSpeed's word, where it is no number."""
+        shares = [self.optimizer.averaged_gradients[number][0] for number in range(len(self._counted))]
+        counted = [share[run] for share, runs in zip(shares, self._counted, strict=True) for run in runs]
+        total = shares[0].new_zeros((), dtype=torch.float32)
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32)).square().sum()
+        dist.all_reduce(total, group=self.optimizer.dp_process_group)
+        self.optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        return torch.where(total.isfinite(), total.sqrt(), -1.0)
+
+    @cached_property
+    def _counted(self) -> list[list[slice]]:
+        """Of each group, the parts of this process's share that count for the norm."""
+        optimizer = self.optimizer
+        groups = zip(optimizer.bit16_groups_flat, optimizer.bit16_groups, optimizer.real_dp_process_group, strict=True)
+        return [_runs(whole, group, dist.get_world_size(ranks), dist.get_rank(ranks)) for whole, group, ranks in groups]
+
     def _empty(self) -> list[Tensor]:
         return [torch.zeros_like(whole) for whole in self.optimizer.bit16_groups_flat]
 
@@ -91,6 +113,22 @@ def _same_place(weight: Tensor, whole: Tensor, flat: Tensor) -> Tensor:
     """The part of `flat` that is to it what `weight` is to `whole`."""
     start = weight.storage_offset() - whole.storage_offset()
     return flat[start : start + weight.numel()].view(weight.shape)
+
+
+def _runs(whole: Tensor, weights: list[Tensor], world: int, rank: int) -> list[slice]:
+    """Where in share `rank` of `whole` the weights lie that count for the norm, neighbours as one."""
+    size = whole.numel() // world
+    first = whole.storage_offset() + rank * size
+    found: list[slice] = []
+    for weight in sorted(weights, key=Tensor.storage_offset):
+        start = max(weight.storage_offset() - first, 0)
+        stop = min(weight.storage_offset() - first + weight.numel(), size)
+        if not getattr(weight, "model_parallel", True) or start >= stop:
+            continue
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(slice(start, stop))
+    return found
 
 
 def _mean_share(flat: Tensor, group: Any) -> Tensor:

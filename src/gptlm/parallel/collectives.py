@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # what torch.compile traces
+import torch.distributed._functional_collectives as functional  # can be compiled; slow where nothing is
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -114,18 +114,34 @@ def part(x: Tensor, group: Any, dim: int) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
+def combined(x: Tensor, operation: str, group: Any) -> Tensor:
+    """The "sum" or "max" over `group`, without a backward."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=group)
+    return x
+
+
 def _sum(x: Tensor, group: Any) -> Tensor:
-    # not dist.all_reduce, which changes x: compiled by torch 2.11, gradients did not go on behind it
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return combined(x, "sum", group)
 
 
 def _joined(x: Tensor, group: Any) -> Tensor:
     """(B, T / n, D) -> (B, T, D)."""
-    parts = _all_gather(x.contiguous(), 0, group)
+    if torch.compiler.is_compiling():
+        parts = _all_gather(x.contiguous(), 0, group)
+    else:
+        parts = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
     return parts.unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1, 2)
 
 
 def _sum_and_part(x: Tensor, group: Any) -> Tensor:
     """(B, T, D) -> (B, T / n, D)."""
-    parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
-    return _reduce_scatter(parts.contiguous(), "sum", 0, group)
+    parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    if torch.compiler.is_compiling():
+        return _reduce_scatter(parts, "sum", 0, group)
+    own = parts.new_empty(x.shape[0], *parts.shape[1:])
+    dist.reduce_scatter_tensor(own, parts, group=group)
+    return own

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlm.parallel.collectives import copy, gathered, gathered_linear, part, summed, summed_and_scattered
+from gptlm.parallel.collectives import combined, copy, gathered, gathered_linear, part, summed, summed_and_scattered
 
 
 class ColumnLinear(nn.Module):
@@ -109,15 +109,14 @@ class VocabularyLoss:
     def __init__(self, loss: Any, group: Any, sequence: bool):
         self.loss, self.group, self.sequence = loss, group, sequence
 
-    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process."""
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
+        """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process; `how` is handed on."""
         hidden = gathered(hidden, self.group) if self.sequence else copy(hidden, self.group)
         first = dist.get_rank(self.group) * weight.shape[0]
-        return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), first_id=first, reduce=self._reduce)
+        return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), first_id=first, reduce=self._reduce, **how)
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=self.group)
-        return values
+        return combined(values, operation, self.group)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def _run(
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
     uneven = "documents differ in length" if run.data.document_masking == "attention" else None
-    speed = speed_arguments(run, machine, model, deepspeed, compiled=True, uneven=uneven, shared=mesh is not None)
+    speed = speed_arguments(run, machine, model, deepspeed, compiled=True, uneven=uneven)
     trainer = PretrainTrainer(
         model=model,
         train_dataset=served(run, mesh, datasets["train"]),

@@ -29,27 +29,24 @@ def speed_arguments(
     *,
     compiled: bool,
     uneven: str | None,
-    shared: bool = False,
 ) -> dict[str, Any]:
     """Let `model` be compiled and multiply in float8 as the flags say; what its trainer is made with for speed.
 
     Args:
         compiled: the default of --torch_compile on a GPU.
         uneven: why batches differ in shape, if they do.
-        shared: processes share a replica of the model.
     """
     stage = stage_of(deepspeed or {})
     float8_if_wanted(run, model, machine.device, stage=stage)
     compiled = compile_if_wanted(run, model, machine.device, default=compiled, stage=stage)
-    groups = shared or shard_groups(run, deepspeed) is not None
-    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=groups)
-    alone = at_once or (run.dims.world == 1 and deepspeed is None)
+    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=shard_groups(run, deepspeed) is not None)
+    alone = not run.dims.shares_replicas and (at_once or (run.dims.world == 1 and deepspeed is None))
     passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
     return {"exchanged_at_once": at_once, "recorded": passes}
 
 
 def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool, stage: int) -> bool:
-    """Compile blocks and loss as --torch_compile says; unset, on a GPU where `default` and layers are whole.
+    """Compile blocks and loss as --torch_compile says; unset, on a GPU where that is the `default`.
 
     Args:
         stage: of ZeRO, 0 for none.
@@ -58,12 +55,11 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
         Whether they are compiled.
     """
     wanted = run.training.torch_compile
-    helps = default and device == "cuda" and not run.dims.shares_replicas
-    if not (helps if wanted is None else wanted):
+    if not (default and device == "cuda" if wanted is None else wanted):
         return False
     obstacle = why_not(device)
     if obstacle is None:
-        compile_network(model, within_hooks=stage == 3)
+        compile_network(model, within_hooks=stage == 3, fused=run.dims.pipeline == 1)
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
         return True
     if wanted:
@@ -79,19 +75,25 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
     It is between cards with NVLink, where the exchange takes some 3 % of a step and what goes on beside a backward
     pass takes more; and on a CPU, which does one thing at a time. Under ZeRO it costs memory for all gradients, so
     large models go DeepSpeed's way, bucket by bucket; so do stage 3, offloading, sums in float32, and those with a
-    DeepSpeed configuration of their own.
+    DeepSpeed configuration of their own. Without replicas there is nothing to exchange and to share, and what is left
+    is its bookkeeping for each weight, which costs more than the passes of a small model.
 
     Args:
-        groups: processes share optimizer states in groups, or a replica of the model.
+        parameters: on this process.
+        groups: replicas share optimizer states in groups.
     """
-    world, sharding = run.dims.world, run.parallel.sharding
+    dims, sharding = run.dims, run.parallel.sharding
+    if dims.world == 1 or groups or not machine.half_weights or run.parallel.deepspeed:
+        return False
+    zero = bool(sharding) or dims.shares_replicas  # DeepSpeed steps
+    if zero and ("stage3" in sharding or "offload" in sharding or run.training.amp_master_grad):
+        return False
+    if dims.data == 1:
+        return True
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's word, DeepSpeed's word
-    if world == 1 or groups or here != str(world) or not machine.half_weights or run.parallel.deepspeed:
+    if here != str(dims.world) or (zero and parameters > AT_ONCE):
         return False
-    kept = "stage3" in sharding or "offload" in sharding or run.training.amp_master_grad or parameters > AT_ONCE
-    if sharding and kept:
-        return False
-    if machine.device != "cpu" and not _linked(world):
+    if machine.device != "cpu" and not _linked(dims.world):
         return False
     logger.info("gradients are exchanged in one go after the passes")
     return True
@@ -124,7 +126,7 @@ def recorded(run: Run, device: str, *, compiled: bool, alone: bool, obstacle: st
     if device != "cuda":
         obstacle = "there is no GPU"
     elif not alone:
-        obstacle = "processes exchange gradients during the passes"
+        obstacle = "processes exchange data during the passes"
     elif not compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and wanted is not False:

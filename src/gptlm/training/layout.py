@@ -88,10 +88,13 @@ class LayoutTrainer(SteppingTrainer):
         factor = self.args.world_size * scale / num_items_in_batch
         loss = self.pipeline.step(inputs["input_ids"], inputs["shift_labels"], factor)
         self.pipeline.join_tied_gradients()
-        engine: Any = self.model_wrapped
-        engine.set_gradient_accumulation_boundary(True)
-        engine.optimizer.reduce_gradients(pipeline_parallel=True)
-        engine.step()
+        if self.zero_at_once:
+            self.zero_at_once.step()
+        else:
+            engine: Any = self.model_wrapped
+            engine.set_gradient_accumulation_boundary(True)
+            engine.optimizer.reduce_gradients(pipeline_parallel=True)
+            engine.step()
         return loss / scale
 
     def summed_loss(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
