@@ -134,6 +134,8 @@ def _runs(whole: Tensor, weights: list[Tensor], world: int, rank: int) -> list[s
 def _mean_share(flat: Tensor, group: Any) -> Tensor:
     """This process's part of the mean of `flat` over `group`; `flat` is used up."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world == 1:
+        return flat
     flat.div_(world)  # before the sum, which might overflow in float16
     if flat.is_cuda:
         share = flat.new_empty(flat.numel() // world)

@@ -131,12 +131,14 @@ def _states(own: float, layout: Layout) -> dict[str, float]:
 
 
 def _update(own: float, layout: Layout) -> float:
-    """Of half-precision weights: gradients and, while they are put together, a copy; DeepSpeed's also in float32."""
+    """Of half-precision weights: gradients and, while they are put together, a copy; DeepSpeed's share in float32."""
     if layout.precision != "O2":
         return 0.0
-    if layout.stage or layout.tensor > 1 or layout.pipeline > 1:
-        return own / (layout.shards if layout.stage else 1) * (2 + 2 + 4)
-    return own * (2 + 2)
+    share = own / (layout.shards if layout.stage else 1)
+    if layout.stage == 3:
+        return share * (2 + 2 + 4)
+    zero = layout.stage or layout.tensor > 1 or layout.pipeline > 1
+    return max(own * (2 + 2), share * (2 + 4) if zero else 0.0)
 
 
 def _activations(sizes: Sizes, layout: Layout, layers: int, batches: float) -> float:
@@ -177,9 +179,9 @@ def _buffers(own: float, layout: Layout, bucket: int) -> float:
     """Of communication, and under autocast the half-precision copies of the weights."""
     item = 2 if layout.precision == "O2" else 4
     copies = own * 2 if layout.precision == "O1" else 0.0
-    if layout.pipeline > 1:
-        return copies + LARGE_BUCKET * item  # as measured; smaller buckets can only need less
-    if layout.tensor > 1:
+    if layout.tensor > 1 or layout.pipeline > 1:
+        if layout.precision == "O2" and layout.stage < 3:
+            return copies  # gradients are exchanged in one go, see parallel/at_once.py
         return copies + 2 * bucket * item  # one fills while the other is reduced; made whole whatever is in them
     if layout.data == 1:
         return copies
