@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptlm.cli import see_one_card
+from gptlm.cli import main, see_one_card
 from gptlm.data.indexed import open_tokens
 from tests.config.test_run import README
 from tests.conftest import ROOT, run_script, write_sentence_data
@@ -138,12 +138,14 @@ def test_shards_of_several_machines_merge_to_the_whole(work, tmp_path, parts):
         ("--input_path letters.txt --model_name tok --output_prefix x/", 2, "this is a folder"),
     ],
 )
-def test_bad_preprocessing_leaves_nothing(work, words, code, says):
+def test_bad_preprocessing_leaves_nothing(work, words, code, says, monkeypatch, capfd):
     (work / "bad.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    words = ["--output_prefix", "bad/x", *words.split()]
-    result = preprocess(work, *words, environment={"HF_HUB_OFFLINE": "1"})
-    assert (result.returncode, says in result.stderr) == (code, True), result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ended = main(["preprocess", "--output_prefix", "bad/x", *words.split()])
+    said = capfd.readouterr().err
+    assert (ended, says in said) == (code, True), said
+    assert "Traceback" not in said
     assert not (work / "bad").exists() or list((work / "bad").iterdir()) == []
 
 
@@ -287,12 +289,15 @@ def test_continuations(work, model):
         ("--model_name_or_path gpt2-medium-en --prompt a --output_file letters.txt/o", 1, "cannot write"),
     ],
 )
-def test_bad_predictions(work, model, words, code, says):
+def test_bad_predictions(work, model, words, code, says, monkeypatch, capsys):
     (work / "empty").mkdir(exist_ok=True)
     (work / "gb.txt").write_bytes("今天".encode("gb18030"))
     (work / "null.jsonl").write_text('{"prompt": null}')
-    result = run_script("predict_generation", *words.split(), cwd=work, environment={"HF_HUB_OFFLINE": "1"})
-    assert (result.returncode, says in result.stderr) == (code, True), result.stderr
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    ended = main(["predict", *words.split()])
+    said = capsys.readouterr().err
+    assert (ended, says in said) == (code, True), said
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,9 @@ def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
         ((), "nowhere", "can be had neither from this machine nor from the HuggingFace hub"),
     ],
 )
-def test_data_that_cannot_be_learnt(tune, tmp_path, words, data, says):
+def test_data_that_cannot_be_learnt(tune, tmp_path, words, data, says, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if data != "nowhere":
         (tmp_path / "d.json").write_text(data)
     with pytest.raises(GptlmError, match=says):
