@@ -46,6 +46,7 @@ FOUR = {  # of four
 MASKED = " --eod_mask_loss"
 MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
+HALF_OF_FOUR = ("tp2 pp2", "tp2 stage1", "tp2 stage2", "pp2 stage1")
 NORM = 0.02  # of bfloat16's norm; what is on several processes counted more than once would be more
 SCALE, WINDOW = 81920, 3  # no power of two
 FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window {WINDOW}"
@@ -133,7 +134,7 @@ def two(words, steep, tmp_path_factory):
 def four(words, steep, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     cases = [case(words, folder, name, more) for name, more in FOUR.items()]
-    cases.append(case(words, folder, "tp2 pp2 bf16", FOUR["tp2 pp2"] + HALF))
+    cases += [case(words, folder, f"{name} bf16", FOUR[name] + HALF) for name in HALF_OF_FOUR]
     more = f"{FOUR['tp2 pp2']}{FLOAT16} --model_name_or_path {steep}"
     cases.append(case(words, folder, "tp2 pp2 overflow", more))
     data = shutil.copytree(corpus_folder / "mmap", folder / "data")
@@ -255,9 +256,10 @@ def test_bfloat16(two, wanted, name):
 
 
 @pytest.mark.distributed
-def test_bfloat16_on_four(four, wanted):
-    assert losses(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[0], abs=4e-3)
-    assert norms(four[1]["tp2 pp2 bf16"]) == pytest.approx(wanted[2], rel=NORM)
+@pytest.mark.parametrize("name", HALF_OF_FOUR)
+def test_bfloat16_on_four(four, wanted, name):
+    assert losses(four[1][f"{name} bf16"]) == pytest.approx(wanted[0], abs=4e-3)
+    assert norms(four[1][f"{name} bf16"]) == pytest.approx(wanted[2], rel=NORM)
 
 
 def overflowing_run(folder, data):
