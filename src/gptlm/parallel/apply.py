@@ -125,7 +125,7 @@ def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.de
         model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence)
         for module in model.modules():
             if hasattr(module, "core_context"):
-                module.core_context = partial(own_random_numbers, mesh.tensor_group, device)
+                module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
     for name, parameter in model.named_parameters():
         second = name == OUTPUT and not mesh.is_first_stage  # the copy of the embedding counts on the first stage
         split = bool(kind_of(name))

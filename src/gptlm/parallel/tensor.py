@@ -120,13 +120,32 @@ class VocabularyLoss:
 
 
 @contextmanager
-def own_random_numbers(group: Any, device: torch.device) -> Iterator[None]:
-    """Inside, each process of `group` draws other random numbers; outside, all the same.
+def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Inside, each process of a tensor-parallel group draws other random numbers; outside, all the same.
 
-    The inner seed is drawn from the outer generator, so recomputing a block, which restores that one, draws the same.
+    They follow from the outer generator, so recomputing a block, which restores that one, draws the same.
+
+    Args:
+        rank: in the group.
+        device: where numbers are drawn.
     """
-    seed = int(torch.randint(2**62, (1,)).item())
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed((seed + dist.get_rank(group) + 1) % 2**63)
+    if device.type == "cuda":  # Philox: at the same place of another sequence, without a copy of the generator
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        seed = generator.initial_seed()
+        _sequence(generator, (seed + (rank + 1) * 2**32) % 2**63)
+        try:
+            yield
+        finally:
+            _sequence(generator, seed)
+        return
+    inner = int(torch.randint(2**62, (1,)).item()) + rank + 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(inner)
         yield
+
+
+def _sequence(generator: torch.Generator, seed: int) -> None:
+    """Let `generator` go on at its place of the sequence of `seed`."""
+    place = generator.get_offset()
+    generator.manual_seed(seed)
+    generator.set_offset(place)
