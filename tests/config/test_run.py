@@ -136,6 +136,8 @@ def test_sharding_in_smaller_groups():
         run = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "4"})
         assert run.refusals == () and run.parallel.sharding_parallel_degree == 2
     refused(BASE + "--sharding stage2 --sharding_parallel_degree 2", "use stage1 with this degree", world=4)
+    alone = parse_pretrain(f"{BASE} --sharding_parallel_degree 2".split(), {"WORLD_SIZE": "4"})
+    assert "--sharding_parallel_degree 2 has no effect without --sharding stage1, stage2 or stage3" in alone.notes
     refused(BASE + "--sharding stage1 --sharding_parallel_degree 3", "does not divide the 4", world=4)
 
 

@@ -72,7 +72,11 @@ def test_the_printed_command_resolves(capsys):
     ("words", "says"),
     [
         ("--num_gpus 0", "--num_gpus 0: expected more than 0"),
-        ("--num_gpuss 8", "--num_gpuss is unknown"),
+        ("--num_gpuss 8", "--num_gpuss is unknown; did you mean --num_gpus?"),
+        ("--num_gpu 4", "--num_gpu is unknown; did you mean --num_gpus?"),
+        ("--num-gpus-per-node 4", "--num-gpus-per-node: the cards to plan for are --num_gpus in all"),
+        ("--gpu_memry=4", "--gpu_memry=4 is unknown; did you mean --gpu_memory?"),
+        ("--tensor_paralel_degree 4", "did you mean --tensor_parallel_degree?"),
         ("--tensor_parallel_degree 1 --pipeline_parallel_degree 2 --world_size 2", "are what is planned"),
         ("-c pretrain_gpt_1.3B_dp8 -o Distributed.mp_degree=2", "are what is planned"),
         ("--world_size 2", "--world_size 2: the cards to plan for are --num_gpus"),
@@ -86,7 +90,10 @@ def test_what_cannot_be_planned(words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--num_gpus 1 --model_name_or_path gpt3-13B-en", "nothing fits into 80 GiB a card: the smallest layout"),
+        (
+            "--num_gpus 1 --model_name_or_path gpt3-13B-en",
+            r"nothing fits into 80 GiB a card: the smallest layout .* GiB; use more cards or --sharding",
+        ),
         ("--num_gpus 29 --model_name_or_path gpt2-medium-en", "make the global batch a multiple of the cards"),
     ],
 )
@@ -138,3 +145,29 @@ def test_auto_parallel_takes_the_best(capsys):
         with_layout([*WORDS.split(), "--auto_parallel", "--sharding", "stage1"], {"WORLD_SIZE": "4"})
     with pytest.raises(UsageError, match="no layout of 4 processes fits into 1 GiB"):
         with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "1"], {"WORLD_SIZE": "4"})
+
+
+def test_auto_parallel_says_what_it_took():
+    """Of it are the layout and the batch of a card, also where something else was typed."""
+    words = [*WORDS.split(), "--auto_parallel", "--per_device_train_batch_size", "3"]
+    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"}), {"WORLD_SIZE": "4"}, printing=True)
+    assert run.sources["per_device_train_batch_size"] == run.sources["tensor_parallel_degree"] == "--auto_parallel"
+    micro, steps = run.batch.micro, run.batch.accumulation
+    taken = f"per_device_train_batch_size {micro}, gradient_accumulation_steps {steps}"
+    notes = [note for note in run.notes if note.startswith("--auto_parallel takes tensor_parallel_degree 1,")]
+    assert len(notes) == 1 and taken in notes[0]
+
+
+def test_auto_parallel_takes_layouts_that_data_parallelism_has_none_of():
+    """Seven cards divide neither the batch nor the heads: a pipeline of seven stages is left."""
+    words = with_layout([*WORDS.split(), "--auto_parallel"], {"WORLD_SIZE": "7"})
+    run = parse_pretrain(words, {"WORLD_SIZE": "7"}, printing=True)
+    assert (run.dims.tensor, run.dims.pipeline, run.dims.data, run.batch.total) == (1, 7, 1, 32)
+
+
+def test_auto_parallel_s_batch_is_that_of_all_processes():
+    """Two samples on each of four are eight in a step; OneFlow's flags say how many processes there are."""
+    words = "--model_name_or_path gpt2-medium-en --per_device_train_batch_size 2 --auto_parallel --input_dir d"
+    for more, environment in (("", {"WORLD_SIZE": "4"}), (" --num_gpus_per_node 4", {})):
+        found = with_layout([*(words + more).split(), "--output_dir", "o"], environment)
+        assert found[found.index("--global_batch_size") + 1] == "8"

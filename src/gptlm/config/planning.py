@@ -1,5 +1,6 @@
 """Flags of `gptlm plan`, and the layout that `--auto_parallel` takes."""
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any
 
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Vocabulary, build, parse
-from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain
+from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain, processes_of
 from gptlm.errors import UsageError
 from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import Cluster, candidates
@@ -60,6 +61,7 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
         UsageError: listing everything that is wrong.
     """
     own, rest = _own_words(list(argv))
+    _check_words(rest)
     parsed = parse(OWN, own)
     values: dict[str, Any] = parsed.values
     problems = [f"--{name} {value:g}: expected more than 0" for name, value in values.items() if not value > 0]
@@ -73,7 +75,7 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
         raise UsageError(
             f"--world_size {given.values['world_size']}: the cards to plan for are --num_gpus; leave it out"
         )
-    run = parse_pretrain([*rest, *ALONE], {}, printing=True)
+    run = _alone(rest, given.values)
     total = run.batch.total
     if given.values["global_batch_size"] is None:
         total *= max(values["num_gpus"] // math.prod(degrees.values()), 1)
@@ -95,6 +97,30 @@ def _own_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, rest
 
 
+def _alone(argv: Sequence[str], given: Mapping[str, Any]) -> PretrainRun:
+    """The job in one process, in micro-batches of one sample where the global batch is given."""
+    total = given["global_batch_size"]
+    words = [*argv, *ALONE]
+    if total:
+        words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(total)]
+    if total and given["local_batch_size"]:
+        words += ["--local_batch_size", str(total)]
+    return parse_pretrain(words, {}, printing=True)
+
+
+def _check_words(words: list[str]) -> None:
+    """Refuse what is meant for the planner and would pass for a flag of pretraining."""
+    for word in words:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if not word.startswith("--"):
+            continue
+        if name in ("num_gpus_per_node", "num_nodes"):
+            raise UsageError(f"{word}: the cards to plan for are --num_gpus in all, --gpus_per_node in a node")
+        near = difflib.get_close_matches(name, OWN.flags(), n=1, cutoff=0.8)
+        if near and name not in PRETRAIN.words():
+            raise UsageError(f"{word} is unknown; did you mean --{near[0]}?")
+
+
 def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """`argv` with the flags of the best layout where it asks for `--auto_parallel`.
 
@@ -103,21 +129,22 @@ def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """
     if not any(word.replace("-", "_").startswith("__auto_parallel") for word in argv):
         return argv
-    run = parse_pretrain(argv, environment, printing=True)
+    values = parse(PRETRAIN, argv).values
+    run = _alone(argv, values)
     if not run.parallel.auto_parallel:
         return argv
-    if run.dims.shares_replicas or run.parallel.sharding:
+    given = _settings(values, run)
+    if any(given[name] > 1 for name in DEGREES) or given["sharding"]:
         raise UsageError("--auto_parallel chooses degrees and sharding; leave them out")
-    sizes, precision = sizes_of(run), precision_of(run)
-    cluster = Cluster(run.dims.world, min(run.dims.world, 8), run.parallel.auto_parallel_memory * GIB)
-    found = candidates(sizes, cluster, run.batch.total, precision)
+    world, memory = processes_of(argv, environment), run.parallel.auto_parallel_memory
+    total = run.batch.total * (world if given["global_batch_size"] is None else 1)
+    found = candidates(sizes_of(run), Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))
     if not found:
         raise UsageError(
-            f"--auto_parallel: no layout of {run.dims.world} processes fits into {run.parallel.auto_parallel_memory:g} "
-            f"GiB a card with a global batch of {run.batch.total}; gptlm plan says what comes nearest"
+            f"--auto_parallel: no layout of {world} processes fits into {memory:g} GiB a card with a global batch of "
+            f"{total}; gptlm plan says what comes nearest"
         )
-    given = _settings(parse(PRETRAIN, argv).values, run)
-    return [*argv, "--global_batch_size", str(run.batch.total), *words_of(found[0].layout, given)]
+    return [*argv, "--global_batch_size", str(total), *words_of(found[0].layout, given)]
 
 
 def sizes_of(run: PretrainRun) -> Sizes:

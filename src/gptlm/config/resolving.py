@@ -8,6 +8,18 @@ from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError
 from gptlm.parallel.dims import ParallelDims
 
+LAYOUT = (  # what --auto_parallel decides
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "virtual_pp_degree",
+    "sequence_parallel",
+    "sharding",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "recompute",
+    "recompute_granularity",
+)
+
 
 def resolve_schedule(parsed: Parsed) -> None:
     """Warm-up, decay and evaluation steps, as soon as max_steps is known."""
@@ -66,6 +78,11 @@ def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
         degree = dims.data // groups if groups > 0 and dims.data % groups == 0 else dims.data
         source = f"derived: {dims.data} data-parallel replicas"
         parsed.set("sharding_parallel_degree", degree, source + (f" / {groups}" if degree < dims.data else ""))
+    if values["sharding_parallel_degree"] > 1 and not values["sharding"]:
+        parsed.note(
+            f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect without --sharding "
+            "stage1, stage2 or stage3"
+        )
     shares = sharing(values)
     left = max(dims.data // shares, 1)
     if values["adapt_dp"] and groups > 0 and not degrees_fit(values, dims) and left * shares == dims.data:
@@ -76,6 +93,16 @@ def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
         groups = -1
     if groups < 1:
         parsed.set("data_parallel_degree", left, f"derived: {dims.data} / {shares}")
+
+
+def name_layout(parsed: Parsed) -> None:
+    """Say what --auto_parallel chose: it is on the command line behind what was typed, see `planning.with_layout`."""
+    if not parsed.values["auto_parallel"]:
+        return
+    chosen = [name for name in LAYOUT if parsed.sources[name].startswith("-")]
+    for name in chosen:
+        parsed.sources[name] = "--auto_parallel"
+    parsed.note("--auto_parallel takes " + ", ".join(f"{name} {parsed.values[name]}" for name in chosen))
 
 
 def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:

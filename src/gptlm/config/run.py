@@ -17,6 +17,7 @@ from gptlm.config.layouts import degrees_fit, not_built
 from gptlm.config.messages import in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import (
+    name_layout,
     resolve_batch,
     resolve_degrees,
     resolve_schedule,
@@ -160,6 +161,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     take_foreign_start(parsed)
     take_foreign_model(parsed)
     dialect = resolve_dialect(parsed)
+    name_layout(parsed)
     launch = _resolve_wanted(parsed, environment, printing)
     resolve_world(parsed, environment, printing)
     if launch:
@@ -169,6 +171,14 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     source = find_model(parsed)
     fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing), dialect)
     return PretrainRun(data=build(DataArguments, parsed.values), launch=launch, **fields)
+
+
+def processes_of(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """How many processes a pretraining command runs in, by its flags, its file or its launcher."""
+    parsed = parse(PRETRAIN, argv)
+    _resolve_wanted(parsed, environment, True)
+    resolve_world(parsed, environment, True)
+    return int(parsed.values["world_size"])
 
 
 def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
