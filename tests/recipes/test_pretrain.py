@@ -200,9 +200,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(train, tmp_path, capsys):
 
 
 def test_a_finished_run_is_not_trained_again(train, tmp_path, capsys):
-    first, _ = train()
+    first, history = train()
     before = weights(tmp_path / "out")
-    metrics, _ = train()
+    metrics, again = train()
+    assert losses(again) == losses(history)
     assert "nothing to train" in capsys.readouterr().out
     assert equal(before, weights(tmp_path / "out"))
     assert metrics["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)

@@ -145,6 +145,7 @@ def train(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | Non
         done, wanted = start.facts["global_step"], run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
         trainer.restore(start.path)
+        trainer.recall(start.path)
         trainer.save_final()
         return evaluate(trainer, "eval") if run.training.do_eval else {}
     if start is not None:

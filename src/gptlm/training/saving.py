@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
+from transformers import TrainerState
 
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
@@ -210,6 +211,14 @@ class SavingTrainer(LayoutTrainer):
     def restore(self, folder: Path) -> None:
         """Put the weights of a checkpoint into the model."""
         self.put(states.trained(self.network), self._stored(folder).get)
+
+    def recall(self, folder: Path) -> None:
+        """Take over the history of a checkpoint; one of another library may have none."""
+        history = folder / "trainer_state.json"
+        if history.is_file():
+            self.state = TrainerState.load_from_json(str(history))
+            self.state.is_world_process_zero = self.is_world_process_zero()
+            self.state.is_local_process_zero = self.is_local_process_zero()
 
     def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
         return StoredAdapters(folder) if self.has_adapters else StoredWeights(str(folder))
