@@ -319,6 +319,16 @@ def test_help_and_unknown_commands():
     assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
 
 
+def test_output_that_nobody_reads_is_no_error():
+    """As with `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--model_name_or_path", "gpt2-medium-en"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_an_empty_text_trains_no_tokenizer(work):
     (work / "empty.txt").write_text("")
     result = run_script("train_tokenizer", "--input_path", "empty.txt", "--output_dir", "no-tok", cwd=work)

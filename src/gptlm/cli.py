@@ -268,7 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text(command.script, command.summary + command.more_help, command.vocabulary), end="")
         return 0
     try:
-        return command.run(rest) or 0
+        code = command.run(rest) or 0
+        sys.stdout.flush()
+        return code
     except GptlmError as error:
         rank = os.environ.get("RANK")
         print(f"gptlm {name}: {f'rank {rank}: ' if rank else ''}error: {error}", file=sys.stderr)
@@ -276,6 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who read the output has had enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
