@@ -104,6 +104,7 @@ def two(words, steep, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     cases = [case(words, folder, name, more) for name, more in TWO.items()]
     cases += [case(words, folder, f"{name} bf16", f"{TWO[name]}{HALF}") for name in ("tp2 sp", "pp2 v2")]
+    cases.append(case(words, folder, "pp2 v2 master bf16", f"{TWO['pp2 v2']}{HALF} --amp_master_grad"))
     cases.append(case(words, folder, "pp2 bf16 O1", f"{TWO['pp2']} --bf16"))
     cases.append(case(words, folder, "tp2 bf16 O1", f"{TWO['tp2']} --bf16"))
     for name in ("tp2 sp", "pp2 v2"):
@@ -135,6 +136,7 @@ def four(words, steep, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     cases = [case(words, folder, name, more) for name, more in FOUR.items()]
     cases += [case(words, folder, f"{name} bf16", FOUR[name] + HALF) for name in HALF_OF_FOUR]
+    cases.append(case(words, folder, "pp2 stage1 master bf16", f"{FOUR['pp2 stage1']}{HALF} --amp_master_grad"))
     more = f"{FOUR['tp2 pp2']}{FLOAT16} --model_name_or_path {steep}"
     cases.append(case(words, folder, "tp2 pp2 overflow", more))
     data = shutil.copytree(corpus_folder / "mmap", folder / "data")
@@ -247,7 +249,7 @@ def test_evaluations_agree(two, four):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["tp2 sp", "pp2 v2", "pp2 bf16 O1", "tp2 bf16 O1"])
+@pytest.mark.parametrize("name", ["tp2 sp", "pp2 v2", "pp2 v2 master", "pp2 bf16 O1", "tp2 bf16 O1"])
 def test_bfloat16(two, wanted, name):
     name = name if "bf16" in name else f"{name} bf16"
     assert losses(two[1][name]) == pytest.approx(wanted[0], abs=4e-3)
@@ -256,7 +258,7 @@ def test_bfloat16(two, wanted, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", HALF_OF_FOUR)
+@pytest.mark.parametrize("name", [*HALF_OF_FOUR, "pp2 stage1 master"])
 def test_bfloat16_on_four(four, wanted, name):
     assert losses(four[1][f"{name} bf16"]) == pytest.approx(wanted[0], abs=4e-3)
     assert norms(four[1][f"{name} bf16"]) == pytest.approx(wanted[2], rel=NORM)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from gptlm.config.run import parse_pretrain
+from gptlm.errors import UsageError
 from gptlm.parallel.at_once import put_together
 from gptlm.recipes.machine import Machine
+from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.speed import AT_ONCE, exchanged_at_once
 
 BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
@@ -35,6 +37,15 @@ def test_so_are_those_of_layouts():
     for flags in ("--tensor_parallel_degree 2", "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2"):
         assert decided(flags, parameters=AT_ONCE + 1, here="1")
         assert decided(flags, world=4, here="4") and decided(f"{flags} --sharding stage1", world=4, here="4")
+
+
+def test_so_are_those_a_pipeline_adds_up_in_float32():
+    """DeepSpeed has no way for them."""
+    flags = "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2 --amp_master_grad"
+    assert decided(flags, here="1") and decided(flags, world=4, here="2", parameters=AT_ONCE + 1)
+    run = parse_pretrain(shlex.split(f"{BASE}{flags} --sharding stage1 offload"), {"WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="with a pipeline, --amp_master_grad goes without offload"):
+        deepspeed_config(run, HALF)
 
 
 @pytest.mark.parametrize(

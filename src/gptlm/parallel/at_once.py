@@ -22,9 +22,10 @@ class ZeroAtOnce:
 
     Args:
         engine: DeepSpeed's, of stage 1 or 2 with half-precision weights.
+        in_float32: add the gradients of all passes up in float32, as each comes.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, *, in_float32: bool = False):
         self.engine, self.optimizer = engine, engine.optimizer
         for hook in self.optimizer._grad_acc_hooks:
             hook.remove()
@@ -33,6 +34,12 @@ class ZeroAtOnce:
         self._let_go()
         self.optimizer.scaled_global_norm = self._norm
         self._placed: list[Tensor] | None = None  # where gradients are added up
+        self._sums: list[Tensor] | None = None  # the same in float32
+        if in_float32:
+            self._sums = [torch.zeros_like(whole, dtype=torch.float32) for whole in self.optimizer.bit16_groups_flat]
+            self._sum_of = dict(zip(self.weights, self._views(self._sums), strict=True))
+            for weight in self.weights:
+                weight.register_post_accumulate_grad_hook(self._add)
 
     def _let_go(self) -> None:
         """Free the weights from graphs DeepSpeed keeps by accident: what adds their gradients is bound to a stream,
@@ -41,6 +48,18 @@ class ZeroAtOnce:
             mapping = getattr(weight, "_hp_mapping", None)
             if mapping is not None:
                 mapping.lp_fragment = mapping.lp_fragment.detach()
+
+    @torch.no_grad()
+    def _add(self, weight: Tensor) -> None:
+        """Move the gradient of one pass into the float32 sum."""
+        self._sum_of[weight] += weight.grad  # type: ignore[operator]
+        weight.grad = None
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """That of one weight so far, to be changed in place."""
+        found = weight.grad if self._sums is None else self._sum_of[weight]
+        assert found is not None
+        return found
 
     @cached_property
     def places(self) -> list[Tensor]:
@@ -51,6 +70,8 @@ class ZeroAtOnce:
     @torch.no_grad()
     def gathered_gradients(self) -> list[Tensor]:
         """The gradients of each parameter group end to end, taken from the weights."""
+        if self._sums is not None:
+            return self._sums
         flats = self._empty() if self._placed is None else self._placed
         views = self.places if flats is self._placed else self._views(flats)
         put_together(views, self.weights, zero=flats is not self._placed)
@@ -64,6 +85,8 @@ class ZeroAtOnce:
             self.optimizer.averaged_gradients[number] = [_mean_share(flat, groups[number])]
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
+        if self._sums is not None:
+            torch._foreach_zero_(self._sums)
 
     def _norm(self, norm_type: int = 2) -> Tensor:
         """The global norm of the gradients to step with, float32; -1, DeepSpeed's word, where it is no number."""

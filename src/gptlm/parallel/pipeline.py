@@ -93,10 +93,14 @@ class Pipeline:
             self._evaluations[tuple(ids.shape)] = self._schedule(count, training=False)
         return self._run(self._evaluations[tuple(ids.shape)].eval, ids, targets)
 
-    def join_tied_gradients(self) -> None:
-        """The embedding's gradient is that of its use on the first stage and of its use on the last."""
+    def join_tied_gradients(self, gradient: Callable[[nn.Parameter], Tensor]) -> None:
+        """The embedding's gradient is that of its use on the first stage and of its use on the last.
+
+        Args:
+            gradient: a weight -> its gradient.
+        """
         if self.mesh.dims.pipeline > 1 and (self.mesh.is_first_stage or self.mesh.is_last_stage):
-            dist.all_reduce(self._embedding().grad, group=self.mesh.tied_group)
+            dist.all_reduce(gradient(self._embedding()), group=self.mesh.tied_group)
 
     def _embedding(self) -> nn.Parameter:
         model = self.model

@@ -37,6 +37,12 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     if run.dims.pipeline > 1:
         if stage_of(config) > 1:
             raise UsageError(f"{name}: {PIPELINE_STAGE} (it has ZeRO stage {stage_of(config)})")
+        half = training.amp_master_grad and machine.half_weights
+        if half and (parallel.deepspeed or "offload_optimizer" in config["zero_optimization"]):
+            raise UsageError(
+                f"{name}: with a pipeline, --amp_master_grad goes without offload and without --deepspeed FILE, where "
+                "DeepSpeed would add gradients up in half precision; leave one of them out"
+            )
         config.setdefault("zero_optimization", {})["overlap_comm"] = False  # gradients are added up over a whole step
     config = filled(config, _wanted(run, machine), name)
     if parallel.deepspeed:
@@ -79,7 +85,7 @@ def _wanted(run: Run, machine: Machine) -> Wanted:
         scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,
         minimum_scale=training.min_loss_scale,
-        master_grad=training.amp_master_grad,
+        master_grad=training.amp_master_grad and run.dims.pipeline == 1,
         shard_degree=degree if run.parallel.sharding and 1 < degree < run.dims.data else None,
         whole_blocks=run.trains_all,
     )

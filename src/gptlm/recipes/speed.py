@@ -86,9 +86,10 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
     if dims.world == 1 or groups or not machine.half_weights or run.parallel.deepspeed:
         return False
     zero = bool(sharding) or dims.shares_replicas  # DeepSpeed steps
-    if zero and ("stage3" in sharding or "offload" in sharding or run.training.amp_master_grad):
+    in_float32 = run.training.amp_master_grad
+    if zero and ("stage3" in sharding or "offload" in sharding or (in_float32 and dims.pipeline == 1)):
         return False
-    if dims.data == 1:
+    if dims.data == 1 or in_float32 and dims.pipeline > 1:  # DeepSpeed cannot add a pipeline's up in float32
         return True
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's word, DeepSpeed's word
     if here != str(dims.world) or (zero and parameters > AT_ONCE):

@@ -7,6 +7,7 @@ Overridden, and why:
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,10 +88,11 @@ class LayoutTrainer(SteppingTrainer):
         # mean over the replicas
         factor = self.args.world_size * scale / num_items_in_batch
         loss = self.pipeline.step(inputs["input_ids"], inputs["shift_labels"], factor)
-        self.pipeline.join_tied_gradients()
         if self.zero_at_once:
+            self.pipeline.join_tied_gradients(self.zero_at_once.gradient)
             self.zero_at_once.step()
         else:
+            self.pipeline.join_tied_gradients(attrgetter("grad"))
             engine: Any = self.model_wrapped
             engine.set_gradient_accumulation_boundary(True)
             engine.optimizer.reduce_gradients(pipeline_parallel=True)

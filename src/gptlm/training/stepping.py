@@ -78,7 +78,8 @@ class SteppingTrainer(Trainer):
         if self.loss_scale is not None and (self.half_weights or self.accelerator.scaler is not None):
             self.accelerator.scaler = self.loss_scale
         self.shard_degree, self.groups = shard_degree, groups
-        self.master_grad = master_grad and self.half_weights
+        self.in_float32 = master_grad
+        self.master_grad = master_grad and self.half_weights  # else DeepSpeed's gradients are meant
         self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
         self.zero_at_once: ZeroAtOnce | None = None
         self._gathered: Any = None  # gradients of this step that are put together already
@@ -129,7 +130,7 @@ class SteppingTrainer(Trainer):
         if self.is_deepspeed_enabled and self.loss_scale is not None:
             ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
         if self.is_deepspeed_enabled and self.exchanged_at_once:
-            self.zero_at_once = ZeroAtOnce(self.model_wrapped)
+            self.zero_at_once = ZeroAtOnce(self.model_wrapped, in_float32=self.in_float32)
         return prepared
 
     def _prepare_inputs(self, inputs):
