@@ -43,9 +43,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = residual_projection(config.n_embd, config.n_embd)
         self.recompute_core = False
-        self.core_context: Callable[[], AbstractContextManager] | None = (
-            None  # what dropout of softmax(q k) is drawn in
-        )
+        self.core_context: Callable[[], AbstractContextManager] | None = None  # what attention's dropout is drawn in
         # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
 
