@@ -38,6 +38,7 @@ LAYOUTS = [
     (M345, Layout(tensor=2, micro=16), 11.0),
     (M345, Layout(tensor=4, micro=16, sequence=True), 5.28),
     (M345, Layout(pipeline=4, micro=2, accumulation=8), 3.55),
+    (M345, Layout(tensor=2, pipeline=2, micro=2, accumulation=8), 2.58),
     (M67, Layout(tensor=4, micro=8, recompute="full"), 31.12),
 ]
 
