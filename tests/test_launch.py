@@ -232,12 +232,19 @@ def test_container_commands_that_are_refused(here, words, docker, code, message)
     assert result.returncode == code and message in result.stderr
 
 
-def test_oneflow_s_command_starts_its_own_processes(corpus_folder, tmp_path):
-    """No launcher: the training command asks for two processes and gets them."""
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", "Tokens per step = 128 (2 x 2 x 2 x 16)"),
+        ("--auto_parallel --auto_parallel_memory 0.0009", "sharding stage2, per_device_train_batch_size 1, "),
+    ],
+)
+def test_oneflow_s_command_starts_its_own_processes(corpus_folder, tmp_path, more, says):
+    """No launcher: the training command asks for two processes and gets them, in the layout of --auto_parallel, too."""
     sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 512"
     data = next((corpus_folder / "mmap").glob("*.bin")).with_suffix("")
     words = f"{sizes} --micro-batch-size 2 --global-batch-size 8 --num-gpus-per-node 2 --train-iters 2 --log-interval 1"
-    words += f" --dataset {data} --save {tmp_path}/out --split 80,10,10 --device cpu"
+    words += f" --dataset {data} --save {tmp_path}/out --split 80,10,10 --device cpu {more}"
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "run_pretrain.py"), *words.split()],
         cwd=tmp_path,
@@ -248,5 +255,5 @@ def test_oneflow_s_command_starts_its_own_processes(corpus_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "gptlm launch: torchrun --standalone" in done.stderr
-    assert "Tokens per step = 128 (2 x 2 x 2 x 16)" in done.stdout
+    assert says in done.stdout
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -45,15 +45,15 @@ With --print_config nothing is run: the resolved run, the origin of each value a
 
 
 def pretrain(argv: Sequence[str]) -> int | None:
-    words, printing = _without_print_config(argv)
+    typed, printing = _without_print_config(argv)
     convert_first = None if printing else _convert
-    words = with_conversions(lambda: with_layout(words, os.environ), convert_first)
+    words = with_conversions(lambda: with_layout(typed, os.environ), convert_first)
     run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), convert_first)
     if printing:
         _print_run(run)
         return None
     if run.launch:  # the command asks for processes that nobody started
-        return launch([*run.launch, "-m", "gptlm", "pretrain", *words])
+        return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each chooses the layout again
     see_one_card(run.training.device, os.environ)
     from gptlm.recipes.pretrain import pretrain as recipe
 
@@ -169,11 +169,7 @@ def data(argv: Sequence[str]) -> None:
     if any(word in HELP for word in words):
         print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0], DATA_TOOLS[tool][1]), end="")
         return
-    parsed: Any
-    if tool == "index":
-        parsed = parse_pretrain(words, os.environ, printing=True)
-    else:
-        parsed = _data_parser(tool)(words)
+    parsed = DATA_TOOLS[tool][2](words)
     from gptlm.recipes import data as recipes
 
     tools: dict[str, Callable[[Any], object]] = {
@@ -207,20 +203,19 @@ def _print_run(run: Run) -> None:
     print(run.as_json())
 
 
-def _data_parser(tool: str) -> Callable[[Sequence[str]], Any]:
-    if tool in ("order", "show"):
-        return parse_order
-    return parse_copy if tool in ("merge", "convert") else parse_prefix
+def _parse_index(argv: Sequence[str]) -> Run:
+    return parse_pretrain(argv, os.environ, printing=True)
 
 
-DATA_TOOLS = {
-    "check": ("Check that token files are whole.", PREFIX),
-    "stats": ("Numbers of one corpus.", PREFIX),
-    "show": ("Print one training sample with its document boundaries.", ORDER),
-    "order": ("Print which samples each split serves, with a hash.", ORDER),
-    "merge": ("Join corpora into one.", COPY),
-    "convert": ("Write a corpus in another format.", COPY),
-    "index": ("Build the index of a pretraining command ahead; takes its flags and --world_size.", PRETRAIN),
+INDEX_SUMMARY = "Build the index of a pretraining command ahead; takes its flags and --world_size."
+DATA_TOOLS: dict[str, tuple[str, Vocabulary, Callable[[Sequence[str]], Any]]] = {
+    "check": ("Check that token files are whole.", PREFIX, parse_prefix),
+    "stats": ("Numbers of one corpus.", PREFIX, parse_prefix),
+    "show": ("Print one training sample with its document boundaries.", ORDER, parse_order),
+    "order": ("Print which samples each split serves, with a hash.", ORDER, parse_order),
+    "merge": ("Join corpora into one.", COPY, parse_copy),
+    "convert": ("Write a corpus in another format.", COPY, parse_copy),
+    "index": (INDEX_SUMMARY, PRETRAIN, _parse_index),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from gptlm.cli import main
 from gptlm.config.planning import parse_plan, with_layout, words_of
+from gptlm.config.resolving import LAYOUT
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
 from gptlm.parallel.memory import GIB, Layout, Sizes
@@ -145,6 +146,14 @@ def test_auto_parallel_takes_the_best(capsys):
         with_layout([*WORDS.split(), "--auto_parallel", "--sharding", "stage1"], {"WORLD_SIZE": "4"})
     with pytest.raises(UsageError, match="no layout of 4 processes fits into 1 GiB"):
         with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "1"], {"WORLD_SIZE": "4"})
+
+
+def test_all_that_a_layout_decides_is_told():
+    """But for what is taken back (-1) or follows from the batch."""
+    given = {name: 0 for name in (*LAYOUT, "sharding_parallel_degree", "data_parallel_degree")}
+    layout = Layout(tensor=2, pipeline=2, chunks=2, data=2, stage=1, shards=2, recompute="full", sequence=True)
+    words = words_of(layout, {**given, "local_batch_size": None})
+    assert {word.removeprefix("--") for word in words[::2]} == set(LAYOUT)
 
 
 def test_auto_parallel_says_what_it_took():

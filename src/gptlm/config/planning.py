@@ -8,7 +8,8 @@ from typing import Any
 
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Vocabulary, build, parse
-from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain, processes_of
+from gptlm.config.resolving import resolve_processes
+from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain
 from gptlm.errors import UsageError
 from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import Cluster, candidates
@@ -111,9 +112,9 @@ def _alone(argv: Sequence[str], given: Mapping[str, Any]) -> PretrainRun:
 def _check_words(words: list[str]) -> None:
     """Refuse what is meant for the planner and would pass for a flag of pretraining."""
     for word in words:
-        name = word[2:].partition("=")[0].replace("-", "_")
         if not word.startswith("--"):
             continue
+        name = word[2:].partition("=")[0].replace("-", "_")
         if name in ("num_gpus_per_node", "num_nodes"):
             raise UsageError(f"{word}: the cards to plan for are --num_gpus in all, --gpus_per_node in a node")
         near = difflib.get_close_matches(name, OWN.flags(), n=1, cutoff=0.8)
@@ -129,14 +130,15 @@ def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """
     if not any(word.replace("-", "_").startswith("__auto_parallel") for word in argv):
         return argv
-    values = parse(PRETRAIN, argv).values
-    run = _alone(argv, values)
+    parsed = parse(PRETRAIN, argv)
+    run = _alone(argv, parsed.values)
     if not run.parallel.auto_parallel:
         return argv
-    given = _settings(values, run)
+    given = _settings(parsed.values, run)
     if any(given[name] > 1 for name in DEGREES) or given["sharding"]:
         raise UsageError("--auto_parallel chooses degrees and sharding; leave them out")
-    world, memory = processes_of(argv, environment), run.parallel.auto_parallel_memory
+    resolve_processes(parsed, environment, printing=True)
+    world, memory = parsed.values["world_size"], run.parallel.auto_parallel_memory
     total = run.batch.total * (world if given["global_batch_size"] is None else 1)
     found = candidates(sizes_of(run), Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))
     if not found:

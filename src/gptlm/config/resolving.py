@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from gptlm.config.batch import NAMES, solve
+from gptlm.config.dialects import launch_words, wanted_processes
 from gptlm.config.layouts import degrees_fit, sharing
 from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError
@@ -57,6 +58,33 @@ def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool
         parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
     if parsed.values["world_size"] < 1:
         raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
+
+
+def resolve_processes(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
+    """The number of processes of a run; the launcher's words where they are still to be started, else ()."""
+    launch = _resolve_wanted(parsed, environment, printing)
+    resolve_world(parsed, environment, printing)
+    if launch:
+        parsed.set("world_size", wanted_processes(parsed.values), "derived: processes that are started")
+    return launch
+
+
+def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
+    """The launcher's words if the processes that the command or its file asks for are still to be started, else ()."""
+    wanted, given = wanted_processes(parsed.values), environment.get("WORLD_SIZE")
+    if wanted is None:
+        return ()
+    source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
+    if given is None:
+        if printing and parsed.values["world_size"] is None:
+            parsed.set("world_size", wanted, source)
+        return launch_words(parsed.values) if wanted > 1 and not printing else ()
+    if given.strip().isdigit() and int(given) != wanted:
+        raise UsageError(
+            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x num_nodes "
+            f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
+        )
+    return ()
 
 
 def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:

@@ -10,7 +10,7 @@ from gptlm.config import spellings, spellings_megatron
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
 from gptlm.config.checks import pretrain_problems, problems_of
-from gptlm.config.dialects import DialectArguments, launch_words, resolve_dialect, wanted_processes
+from gptlm.config.dialects import DialectArguments, resolve_dialect
 from gptlm.config.fleetx_words import training_words
 from gptlm.config.foreign import take_foreign_model, take_foreign_start
 from gptlm.config.layouts import degrees_fit, not_built
@@ -20,9 +20,9 @@ from gptlm.config.resolving import (
     name_layout,
     resolve_batch,
     resolve_degrees,
+    resolve_processes,
     resolve_schedule,
     resolve_strategies,
-    resolve_world,
 )
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
 from gptlm.errors import UsageError
@@ -162,41 +162,12 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     take_foreign_model(parsed)
     dialect = resolve_dialect(parsed)
     name_layout(parsed)
-    launch = _resolve_wanted(parsed, environment, printing)
-    resolve_world(parsed, environment, printing)
-    if launch:
-        parsed.set("world_size", wanted_processes(parsed.values), "derived: processes that are started")
+    launch = resolve_processes(parsed, environment, printing)
     resolve_strategies(parsed)
     _resolve_weights(parsed)
     source = find_model(parsed)
     fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing), dialect)
     return PretrainRun(data=build(DataArguments, parsed.values), launch=launch, **fields)
-
-
-def processes_of(argv: Sequence[str], environment: Mapping[str, str]) -> int:
-    """How many processes a pretraining command runs in, by its flags, its file or its launcher."""
-    parsed = parse(PRETRAIN, argv)
-    _resolve_wanted(parsed, environment, True)
-    resolve_world(parsed, environment, True)
-    return int(parsed.values["world_size"])
-
-
-def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
-    """The launcher's words if the processes that the command or its file asks for are still to be started, else ()."""
-    wanted, given = wanted_processes(parsed.values), environment.get("WORLD_SIZE")
-    if wanted is None:
-        return ()
-    source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
-    if given is None:
-        if printing and parsed.values["world_size"] is None:
-            parsed.set("world_size", wanted, source)
-        return launch_words(parsed.values) if wanted > 1 and not printing else ()
-    if given.strip().isdigit() and int(given) != wanted:
-        raise UsageError(
-            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x num_nodes "
-            f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
-        )
-    return ()
 
 
 def resolve(
