@@ -88,7 +88,7 @@ class ZeroAtOnce:
         if self._sums is not None:
             torch._foreach_zero_(self._sums)
 
-    def _norm(self, norm_type: int = 2) -> Tensor:
+    def _norm(self) -> Tensor:
         """The global norm of the gradients to step with, float32; -1, DeepSpeed's word, where it is no number."""
         shares = [self.optimizer.averaged_gradients[number][0] for number in range(len(self._counted))]
         counted = [share[run] for share, runs in zip(shares, self._counted, strict=True) for run in runs]
