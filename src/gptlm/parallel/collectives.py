@@ -62,6 +62,21 @@ class _SumAndScatter(torch.autograd.Function):
         return _joined(gradient, ctx.group), None
 
 
+@torch.library.custom_op("gptlm::gathered_product", mutates_args=())
+def _gathered_product(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
+    """The gradient of a weight, (BT, out) and (B, T / n, in) -> (out, in), of a Linear of joined parts.
+
+    One operation to the compiler, which would take a second gathering of `x` for the first one's, and keep that.
+    """
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return rows.t() @ _joined(x, group).flatten(0, 1)
+
+
+@_gathered_product.register_fake
+def _(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
+    return rows.new_empty(rows.shape[1], x.shape[2])
+
+
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
@@ -73,7 +88,7 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, 1)
-        of_weight = rows.t() @ _joined(x, ctx.group).flatten(0, 1)
+        of_weight = _gathered_product(rows, x, ctx.group.group_name)
         return _sum_and_part(gradient @ weight, ctx.group), of_weight, rows.sum(0), None
 
 
