@@ -5,14 +5,19 @@
 Every case starts from the same random weights and reads the same samples. Printed: tokens/s of all cards together
 (median of the steps after the tenth), the largest memory in use on one card, and the largest difference of a loss from
 the first case.
+
+With --one_card all processes run on one GPU, each taken by NCCL for a machine of its own, so that layouts of several
+cards can be tried: losses and memory are real, speeds are not.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +45,12 @@ CASES = {
     "bf16 O2 tp2": f"--bf16 {O2} --tensor_parallel_degree 2",
     "bf16 O2 tp2 sp": f"--bf16 {O2} --tensor_parallel_degree 2 --sequence_parallel 1",
     "bf16 O2 pp2": f"--bf16 {O2} --pipeline_parallel_degree 2 --per_device_train_batch_size 2",
+    "bf16 O2 tp4": f"--bf16 {O2} --tensor_parallel_degree 4",
+    "bf16 O2 tp4 sp": f"--bf16 {O2} --tensor_parallel_degree 4 --sequence_parallel 1",
+    "bf16 O2 pp4": f"--bf16 {O2} --pipeline_parallel_degree 4 --per_device_train_batch_size 2",
+    "bf16 O2 tp2 pp2": f"--bf16 {O2} --tensor_parallel_degree 2 --pipeline_parallel_degree 2 "
+    "--per_device_train_batch_size 2",
+    "bf16 O2 tp2 stage2": f"--bf16 {O2} --tensor_parallel_degree 2 --sharding stage2",
     "bf16 O2 documents": f"--bf16 {O2} --document_masking attention",
 }
 
@@ -48,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-medium-en")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--one_card", action="store_true", help="all processes on one GPU")
     parser.add_argument("--micro", type=int, default=8, help="samples of 1024 tokens per card")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=list(CASES))
@@ -87,18 +99,48 @@ def run(folder: Path, case: str, arguments: argparse.Namespace) -> tuple[list[fl
         "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.01 "
         f"--hidden_dropout_prob 0 --attention_probs_dropout_prob 0 {CASES[case]} {arguments.more}"
     ).split()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc_per_node", str(arguments.processes)] if arguments.processes > 1 else []
-    command = (launcher if arguments.processes > 1 else [sys.executable]) + [str(ROOT / "scripts/run_pretrain.py")]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
-    if done.returncode:
-        print(done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
+    status, said = started([str(ROOT / "scripts/run_pretrain.py"), *words], arguments)
+    if status:
+        print(said[-4500:], file=sys.stderr)
         return [], 0.0, 0.0
     history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in history if "loss" in entry]
     speeds = [entry["interval_tokens_per_second_per_device"] for entry in steps[10:]]
     memory = max(entry.get("max_memory_allocated", 0) for entry in steps)
     return [entry["loss"] for entry in steps], statistics.median(speeds) * arguments.processes, memory
+
+
+def started(command: list[str], arguments: argparse.Namespace) -> tuple[int, str]:
+    """Run it with as many processes as asked for: the status and what was said, by the first that failed."""
+    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if not arguments.one_card:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
+        done = subprocess.run([sys.executable, *(launcher if arguments.processes > 1 else []), *command], **together)
+        return done.returncode, done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(rank) for rank in range(arguments.processes)]
+        processes = [
+            subprocess.Popen([sys.executable, *command], env=alone_on_its_machine(rank, arguments.processes),
+                             stdout=log.open("w"), stderr=subprocess.STDOUT)
+            for rank, log in enumerate(logs)
+        ]  # fmt: skip
+        try:
+            while None in (found := [process.poll() for process in processes]) and not any(found):
+                time.sleep(0.2)
+        finally:  # the others wait for one that failed
+            for process in processes:
+                process.kill()
+                process.wait()
+        failed = next((rank for rank, status in enumerate(found) if status), 0)
+        return found[failed] or 0, logs[failed].read_text()
+
+
+def alone_on_its_machine(rank: int, processes: int) -> dict[str, str]:
+    """The environment of one of several processes on this machine that each take themselves for alone on one."""
+    ranks = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29541}
+    nccl = {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+    return os.environ | {name: str(value) for name, value in (ranks | meeting | nccl).items()}
 
 
 if __name__ == "__main__":
