@@ -40,16 +40,24 @@ def block_of(mesh, sequence):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("sequence", "units"),
+    ("sequence", "recompute", "units"),
     [
         # norms' inputs and outputs are whole or split, q, k, v and attention's output, 4 + 4 around GELU are split
-        (False, 2 * 2 + (4 + 8) / DEGREE),
-        (True, (2 * 2 + 4 + 8) / DEGREE),
+        (False, "", 4 + (4 + 8) / DEGREE),
+        (True, "", (4 + 4 + 8) / DEGREE),
+        (False, "full_attn", 4 + 8 / DEGREE),
+        (True, "full_attn", (4 + 8) / DEGREE),
+        (False, "full", 1),
+        (True, "full", 1 / DEGREE),
     ],
 )
-def test_a_layer_keeps_what_the_planner_counts(mesh, sequence, units, compiled):
-    """Bytes by hand, in units of a token's width in half precision; with `sequence` nothing is kept whole."""
+def test_a_layer_keeps_what_the_planner_counts(mesh, sequence, recompute, units, compiled):
+    """Bytes by hand, in units of a token's width in half precision; with `sequence` nothing is kept whole.
+
+    Compiled it may be less, what norms put out computed again.
+    """
     block = block_of(mesh, sequence)
+    block.recompute = recompute
     if compiled:
         block.compile(backend="aot_eager_decomp_partition")  # the division into passes that inductor has, too
     weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
@@ -65,4 +73,5 @@ def test_a_layer_keeps_what_the_planner_counts(mesh, sequence, units, compiled):
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, None, None, None)
     found = sum(size for place, size in kept.items() if place not in weights)
-    assert found / (2 * BATCH * LENGTH * WIDTH) == pytest.approx(units, rel=0.05)  # and statistics of norms, attention
+    statistics = 0.05  # of norms and attention
+    assert 0.8 * units < found / (2 * BATCH * LENGTH * WIDTH) < units + statistics
