@@ -46,6 +46,14 @@ class Stage(nn.Module):
             return x if self.norm is None else self.norm(x)
 
 
+class _MovingStage(PipelineStage):
+    """A stage whose random numbers are all for training: before torch 2.13 the run that learns its shapes took some."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+
 class Pipeline:
     """This process's stages and the schedule that drives them.
 
@@ -124,11 +132,11 @@ class Pipeline:
         dims = self.mesh.dims
         count = dims.pipeline * self.chunks
         layers = self.model.config.n_layer
-        found = []
+        found: list[PipelineStage] = []
         for number in range(self.mesh.pipeline_rank, count, dims.pipeline):
             first, last = number == 0, number == count - 1
             module = Stage(self.model, layers_of(number, count, layers), first=first, last=last, context=self.context)
-            found.append(PipelineStage(module, number, count, self.device, group=self.mesh.pipeline_group))
+            found.append(_MovingStage(module, number, count, self.device, group=self.mesh.pipeline_group))
         return found
 
     def _schedule(self, micro_batches: int, *, training: bool) -> Any:
