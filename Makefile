@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := $(VENV)-oldest
 
-.PHONY: help install test test-slow demo lint format clean
+.PHONY: help install test test-slow test-oldest demo lint format clean
 help:
 	@echo "make demo       the whole way on this machine's own text: tokenizer, data, pretraining, continuations"
 	@echo "make test       ruff, mypy and pytest (default and 2-4 process tests)"
 	@echo "make test-slow  larger layouts and long campaigns"
+	@echo "make test-oldest  pytest with the oldest torch that pyproject.toml allows (a download of gigabytes)"
 	@echo "make install    only create $(VENV) and install"
 	@echo "make format     let ruff format the code"
 
@@ -26,6 +28,12 @@ test: lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+test-oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' requirements/constraints.txt > $(OLDEST)/constraints.txt
+	DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/constraints.txt torch==2.11.0 -e '.[test]'
+	$(OLDEST)/bin/python -m pytest -m 'not slow and not gpu'
+
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
@@ -39,4 +47,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) demo build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -78,6 +78,7 @@ def train(words):
 
 def main(cases: str, results: str) -> None:
     dist.init_process_group("gloo")
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is to be compiled is
     found = {}
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
@@ -95,6 +96,7 @@ def main(cases: str, results: str) -> None:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}
         torch.nn.functional.linear = linear
+        torch._dynamo.reset()
         torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
         unset_hf_deepspeed_config()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)

@@ -13,7 +13,7 @@ from gptlm.model.loss import chunk_loss
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks cost less and fill the GPU better
 
 
-def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = True) -> None:
+def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = True, lengths_vary: bool = False) -> None:
     """Let the blocks of `model`, a GPTLMHeadModel, and its loss be compiled when they are first used; names stay.
 
     Exchanges between tensor-parallel processes are compiled with what they belong to.
@@ -22,17 +22,20 @@ def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = Tru
         within_hooks: a block's hooks are not compiled, as ZeRO's stage 3 needs it, whose hooks bring its weights.
         fused: GELU may be computed inside matrix products; each takes the CPU a tenth of a millisecond, which is too
             much for the small micro-batches of a pipeline.
+        lengths_vary: from batch to batch, so one piece of code is made for all of them.
     """
+    dynamic = True if lengths_vary else None
     for block in model.transformer.own_blocks:
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; for what a block
         # computes again, the compiler has to know the numbers' seed
         options: Any = None if block.recompute else {"fallback_random": True}
         block.mlp.fused = fused and block.recompute != "full" and library() is not None  # its results would be kept
         if within_hooks:
-            block.forward = torch.compile(block.forward, options=options)
+            block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
         else:
-            block.compile(options=options)
-    model.output_loss = partial(model.output_loss, chunk=torch.compile(chunk_loss), chunk_tokens=COMPILED_CHUNK)
+            block.compile(dynamic=dynamic, options=options)
+    chunk = torch.compile(chunk_loss, dynamic=dynamic)
+    model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
 
 
 def why_not(device: str) -> str | None:

@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def _softmax(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
         if documents is not None:
             return document_attention(q, k, v, documents, dropout)
-        causal = mask is None and q.shape[2] > 1
+        causal = True if mask is None and q.shape[2] > 1 else False  # compiled for any length it is a bool, too
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
 

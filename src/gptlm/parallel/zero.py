@@ -89,6 +89,11 @@ def stage_of(config: dict[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
+def brings_whole_blocks(config: dict[str, Any]) -> bool:
+    """Whether a `filled` configuration of stage 3 lets the weights of a block come and go together."""
+    return config["zero_optimization"].get("leaf_module") == TOGETHER["leaf_module"]
+
+
 def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed configuration") -> dict[str, Any]:
     """`config` with every "auto" the flags decide, and what they ask for beyond.
 

@@ -80,7 +80,8 @@ def _run(
     set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven="examples differ in length")
+    uneven = "examples differ in length"
+    speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
     if deepspeed is None:

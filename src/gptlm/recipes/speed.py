@@ -12,7 +12,7 @@ from gptlm.errors import UsageError
 from gptlm.model.compiling import compile_network, why_not
 from gptlm.model.float8 import use_float8
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.parallel.zero import stage_of
+from gptlm.parallel.zero import brings_whole_blocks, stage_of
 from gptlm.recipes.machine import Machine
 from gptlm.recipes.sharding import shard_groups
 
@@ -29,27 +29,34 @@ def speed_arguments(
     *,
     compiled: bool,
     uneven: str | None,
+    lengths_vary: bool = False,
 ) -> dict[str, Any]:
     """Let `model` be compiled and multiply in float8 as the flags say; what its trainer is made with for speed.
 
     Args:
         compiled: the default of --torch_compile on a GPU.
         uneven: why batches differ in shape, if they do.
+        lengths_vary: that is their length.
     """
     stage = stage_of(deepspeed or {})
     float8_if_wanted(run, model, machine.device, stage=stage)
-    compiled = compile_if_wanted(run, model, machine.device, default=compiled, stage=stage)
+    compiled = compile_if_wanted(run, model, machine.device, deepspeed, default=compiled, lengths_vary=lengths_vary)
     at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=shard_groups(run, deepspeed) is not None)
     alone = not run.dims.shares_replicas and (at_once or (run.dims.world == 1 and deepspeed is None))
     passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
     return {"exchanged_at_once": at_once, "recorded": passes}
 
 
-def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: bool, stage: int) -> bool:
+def compile_if_wanted(
+    run: Run,
+    model: GPTLMHeadModel,
+    device: str,
+    deepspeed: dict[str, Any] | None,
+    *,
+    default: bool,
+    lengths_vary: bool,
+) -> bool:
     """Compile blocks and loss as --torch_compile says; unset, on a GPU where that is the `default`.
-
-    Args:
-        stage: of ZeRO, 0 for none.
 
     Returns:
         Whether they are compiled.
@@ -57,9 +64,13 @@ def compile_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, default: 
     wanted = run.training.torch_compile
     if not (default and device == "cuda" if wanted is None else wanted):
         return False
+    sharded = stage_of(deepspeed or {}) == 3
     obstacle = why_not(device)
+    if sharded and not brings_whole_blocks(deepspeed or {}):
+        obstacle = "ZeRO stage 3 brings each weight by itself here, as with adapters (stage 2 does not)"
     if obstacle is None:
-        compile_network(model, within_hooks=stage == 3, fused=run.dims.pipeline == 1)
+        fused = run.dims.pipeline == 1
+        compile_network(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
         return True
     if wanted:

@@ -94,7 +94,8 @@ class SftTrainer(PretrainTrainer):
         count = len(continuation.prompts)
         share = [number % count for number in range(rank, -(-count // world) * world, world)]
         self.network.eval()
-        texts = continuation.generate(self.network, [continuation.prompts[number] for number in share])
+        with torch.compiler.set_stance("force_eager"):  # one token at a time, with a cache that grows
+            texts = continuation.generate(self.network, [continuation.prompts[number] for number in share])
         parts = [list(zip(share, texts, strict=True))]
         if world > 1:
             gathered: list[Any] = [None] * world
