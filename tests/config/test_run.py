@@ -127,7 +127,7 @@ def test_what_a_layout_says():
     assert any("the first 4 stages have 5 layers, the others 4" in note for note in notes)
     assert any("5 stages, 4 micro-batches in a step: each process waits 50% of the time" in note for note in notes)
     run = parse_pretrain(shlex.split(BASE + "--tensor_parallel_degree 2 --vocab_size 50257"), {"WORLD_SIZE": "2"})
-    assert run.shape.vocab_size == 50258 and any("rounded up to 50258" in note for note in run.notes)
+    assert run.shape.vocab_size == 50257 and any("a row more on the first 1" in note for note in run.notes)
 
 
 def test_sharding_in_smaller_groups():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gptlm.parallel.split import kind_of, layers_of, part_of, whole_of
+from gptlm.parallel.split import EMBEDDING, ids_of, kind_of, layers_of, part_of, whole_of
 
 D, HEADS = 8, 4
 SHAPES = {
@@ -54,3 +54,13 @@ def test_stages_share_the_layers_evenly(layers, stages):
     assert [layer for share in shares for layer in share] == list(range(layers))
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("vocabulary", "degree"), [(12, 4), (13, 4), (50257, 2), (50257, 8)])
+def test_every_process_has_the_rows_of_its_ids(vocabulary, degree):
+    whole = torch.arange(vocabulary)[:, None]
+    parts = [part_of(EMBEDDING, whole, rank, degree) for rank in range(degree)]
+    assert [part.flatten().tolist() for part in parts] == [
+        list(ids_of(rank, degree, vocabulary)) for rank in range(degree)
+    ]
+    assert whole_of(EMBEDDING, parts).equal(whole)

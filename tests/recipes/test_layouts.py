@@ -53,9 +53,9 @@ FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window
 
 
 def stock_model(folder, heads):
-    """A stock GPT-2 of 4 layers with random weights in `folder`."""
+    """A stock GPT-2 of 4 layers with random weights and a vocabulary that does not divide in `folder`."""
     torch.manual_seed(3)
-    sizes = {"vocab_size": 512, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": heads}
+    sizes = {"vocab_size": 509, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": heads}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return folder
 

@@ -35,7 +35,7 @@ def layout_problems(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
             if word not in known:
                 yield f"{name}: {word!r} is unknown; expected {', '.join(known)}"
     yield from _sharding(parsed, dims)
-    for name in ("num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"):
+    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
         if dims.tensor > 1 and values[name] and values[name] % dims.tensor:
             yield f"{name} {values[name]} is not a multiple of tensor_parallel_degree ({dims.tensor})"
     length = values.get("max_seq_length")

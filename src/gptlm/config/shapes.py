@@ -95,7 +95,7 @@ def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
     if parsed.sources["intermediate_size"] == source.origin and values["hidden_size"] != base.get("hidden_size"):
         parsed.set("intermediate_size", 4 * values["hidden_size"], "derived: 4 x hidden_size")
     _resolve_vocabulary(parsed, source, base.get("vocab_size"))
-    _divide_vocabulary(parsed)
+    _check_vocabulary(parsed)
     _resolve_positions(parsed, source, base.get("max_position_embeddings"))
     shape = Shape(**{name: values[name] for name in (*SIZES, "vocab_size", "max_position_embeddings")})
     for name, size in asdict(shape).items():
@@ -128,13 +128,16 @@ def _resolve_vocabulary(parsed: Parsed, source: ModelSource, base: int | None) -
         parsed.set("vocab_size", _rounded(entries), f"derived: tokenizer's {entries} rounded up to 128")
 
 
-def _divide_vocabulary(parsed: Parsed) -> None:
-    """Tensor parallelism gives each process as many rows of the embedding."""
+def _check_vocabulary(parsed: Parsed) -> None:
+    """Tensor parallelism splits the rows of the embedding."""
     degree, size = max(parsed.values["tensor_parallel_degree"], 1), parsed.values["vocab_size"]
+    if degree > size:
+        raise UsageError(f"vocab_size {size} is below tensor_parallel_degree {degree}: each process needs a row")
     if size % degree:
-        rounded = -(-size // degree) * degree
-        parsed.note(f"vocab_size {size} is rounded up to {rounded}, a multiple of tensor_parallel_degree {degree}")
-        parsed.set("vocab_size", rounded, f"derived: {size} rounded up to a multiple of {degree}")
+        parsed.note(
+            f"vocab_size {size} is split over tensor_parallel_degree {degree} with a row more on the first "
+            f"{size % degree}; a GPU multiplies multiples of 64 rows faster ({-(-size // 64 // degree) * 64 * degree})"
+        )
 
 
 def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) -> None:

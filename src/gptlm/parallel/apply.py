@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gptlm.parallel.mesh import Mesh
-from gptlm.parallel.split import EMBEDDING, OUTPUT, kind_of, layers_of, part_of
+from gptlm.parallel.split import EMBEDDING, OUTPUT, ids_of, kind_of, layers_of, part_of
 from gptlm.parallel.tensor import (
     ColumnLinear,
     RowLinear,
@@ -100,7 +100,8 @@ def _share(name: str, module: nn.Module, mesh: Mesh, sequence: bool) -> nn.Modul
     if isinstance(module, nn.LayerNorm):
         return SequenceLayerNorm(values["weight"], values["bias"], module.eps, group) if sequence else module
     if name + ".weight" == EMBEDDING:
-        return VocabularyEmbedding(values["weight"], group, sequence)
+        first = ids_of(mesh.tensor_rank, degree, module.weight.shape[0]).start  # type: ignore[union-attr, index, arg-type]
+        return VocabularyEmbedding(values["weight"], group, sequence, first)
     return SequencePositions(values["weight"], group) if sequence else module
 
 
@@ -122,7 +123,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.device) -> None:
     """The loss over all shares of the vocabulary, own dropout where work is split, and who counts for the norm."""
     if mesh.dims.tensor > 1:
-        model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence)
+        first = ids_of(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
+        model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
         for module in model.modules():
             if hasattr(module, "core_context"):
                 module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)

@@ -65,6 +65,11 @@ def _whole(mesh: Mesh, name: str, share: Tensor) -> Tensor:
         return share.contiguous()
     if dist.get_backend() == "nccl":
         share = share.cuda()
-    parts = [torch.empty_like(share) for _ in range(mesh.dims.tensor)]
+    name = name.partition("|")[0]
+    rows = [share.shape[0]] * mesh.dims.tensor
+    if name in (EMBEDDING, OUTPUT):  # the first processes may have one row more
+        dist.all_gather_object(rows, share.shape[0], group=mesh.tensor_group)
+        share = torch.cat((share, share.new_zeros(max(rows) - share.shape[0], *share.shape[1:])))
+    parts = [torch.empty_like(share) for _ in rows]
     dist.all_gather(parts, share.contiguous(), group=mesh.tensor_group)
-    return whole_of(name.partition("|")[0], parts)
+    return whole_of(name, [part[:count] for part, count in zip(parts, rows, strict=True)])

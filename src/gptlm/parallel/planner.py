@@ -67,7 +67,7 @@ def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) 
 def layouts(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Iterator[Layout]:
     """Every layout that is possible: degrees divide what they split, the batch divides, PP goes with stage 1."""
     for tensor in _divisors(min(cluster.per_node, cluster.cards)):
-        if sizes.heads % tensor or sizes.inner % tensor or sizes.vocabulary % tensor or cluster.cards % tensor:
+        if sizes.heads % tensor or sizes.inner % tensor or cluster.cards % tensor:
             continue
         for pipeline in _divisors(cluster.cards // tensor):
             data = cluster.cards // (tensor * pipeline)

@@ -4,6 +4,8 @@ token embedding, mlp.c_fc                by rows (vocabulary, feed-forward width
 attn.c_attn                              by heads: the same share of q, of k and of v
 attn.c_proj, mlp.c_proj, their weight    by columns
 everything else                          not at all
+
+A vocabulary that does not divide gives the first processes one row more than the others; the rest has to divide.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ def part_of(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
     if kind == "heads":
         three = tensor.view(3, tensor.shape[0] // 3, *tensor.shape[1:])
         return three.chunk(degree, 1)[rank].flatten(0, 1).clone()
-    return tensor.chunk(degree, 1 if kind == "columns" else 0)[rank].clone()
+    return tensor.tensor_split(degree, 1 if kind == "columns" else 0)[rank].clone()
 
 
 def whole_of(name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -51,6 +53,16 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
     The last stage also has the output layer, so it is among the shorter ones.
     """
-    short, longer = divmod(layers, stages)
-    first = stage * short + min(stage, longer)
-    return range(first, first + short + (stage < longer))
+    return _share(stage, stages, layers)
+
+
+def ids_of(rank: int, degree: int, vocabulary: int) -> range:
+    """The token ids whose rows of the embedding process `rank` has."""
+    return _share(rank, degree, vocabulary)
+
+
+def _share(number: int, shares: int, count: int) -> range:
+    """Of `count` things in a row; where they do not divide, the first shares have one more (`torch.tensor_split`)."""
+    short, longer = divmod(count, shares)
+    first = number * short + min(number, longer)
+    return range(first, first + short + (number < longer))

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -70,14 +69,13 @@ class VocabularyEmbedding(nn.Module):
     """Token embedding split by ids: (B, T) ids -> (B, T, D) or, with `sequence`, (B, T / n, D).
 
     Args:
-        weight: (V / n, D), the rows of this process's ids.
+        weight: (V / n, D), the rows of this process's ids, from `first` on.
     """
 
-    def __init__(self, weight: Tensor, group: Any, sequence: bool):
+    def __init__(self, weight: Tensor, group: Any, sequence: bool, first: int):
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.group, self.sequence = group, sequence
-        self.first = dist.get_rank(group) * weight.shape[0]
+        self.group, self.sequence, self.first = group, sequence, first
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids - self.first
@@ -104,16 +102,17 @@ class VocabularyLoss:
 
     Args:
         loss: `model.loss.linear_cross_entropy`.
+        first: the first token id of this process.
     """
 
-    def __init__(self, loss: Any, group: Any, sequence: bool):
-        self.loss, self.group, self.sequence = loss, group, sequence
+    def __init__(self, loss: Any, group: Any, sequence: bool, first: int):
+        self.loss, self.group, self.sequence, self.first = loss, group, sequence, first
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
         """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process; `how` is handed on."""
         hidden = gathered(hidden, self.group) if self.sequence else copy(hidden, self.group)
-        first = dist.get_rank(self.group) * weight.shape[0]
-        return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), first_id=first, reduce=self._reduce, **how)
+        how |= {"first_id": self.first, "reduce": self._reduce}
+        return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), **how)
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
         return combined(values, operation, self.group)
