@@ -130,6 +130,13 @@ def test_what_a_layout_says():
     assert run.shape.vocab_size == 50257 and any("a row more on the first 1" in note for note in run.notes)
 
 
+def test_what_comes_twice_or_alone_is_said():
+    notes = parse_pretrain(shlex.split(BASE + "--seed 3 --seed 3 --seed 4 --recompute_granularity full"), {}).notes
+    assert "--seed 3 has no effect: --seed 4 comes after it" in notes
+    assert "--recompute_granularity has no effect: recompute is off" in notes
+    refused(f"{BASE} --recompute 1 --no_recompute_layers 0 99", "no_recompute_layers 99: the layers are 0 to")
+
+
 def test_sharding_in_smaller_groups():
     for stage in ("stage1", "stage3"):
         words = f"{BASE} --sharding {stage} --sharding_parallel_degree 2"

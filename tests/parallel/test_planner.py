@@ -33,7 +33,7 @@ def test_every_layout_is_possible(sizes, cards, batch):
 def test_what_is_offered_fits_and_the_fastest_is_first():
     found = candidates(M13B, Cluster(16, memory=40 * GIB), 480, "O2")
     assert all(candidate.memory.total <= 40 * GIB * RESERVE for candidate in found)
-    seconds = [round(candidate.seconds, 4) for candidate in found]
+    seconds = [float(f"{candidate.seconds:.4g}") for candidate in found]
     assert seconds == sorted(seconds) and len(found) > 10
 
 
@@ -165,6 +165,23 @@ def test_auto_parallel_says_what_it_took():
     taken = f"per_device_train_batch_size {micro}, gradient_accumulation_steps {steps}"
     notes = [note for note in run.notes if note.startswith("--auto_parallel takes tensor_parallel_degree 1,")]
     assert len(notes) == 1 and taken in notes[0]
+
+
+def test_auto_parallel_says_what_of_the_command_it_does_not_take():
+    words = [*WORDS.split(), "--auto_parallel", "--per_device_train_batch_size", "3", "--recompute", "1"]
+    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"}), {"WORLD_SIZE": "4"}, printing=True)
+    micro = run.batch.micro
+    assert micro != 3 and not run.training.recompute
+    said = f"--per_device_train_batch_size 3 has no effect: --per_device_train_batch_size {micro} comes after it"
+    assert said in run.notes
+    assert "--recompute True has no effect: --recompute False comes after it" in run.notes
+
+
+def test_the_fastest_comes_first_where_steps_are_short_too():
+    """Equally fast is what differs by less than the fourth digit, not by less than 0.1 ms."""
+    tiny = Sizes(layers=4, width=32, inner=128, heads=4, vocabulary=512, positions=32, length=32)
+    found = [candidate.seconds for candidate in candidates(tiny, Cluster(2, 2), 8, "O2")]
+    assert found[0] < 1e-4 and all(a <= 1.001 * b for a, b in zip(found, found[1:], strict=False))
 
 
 def test_auto_parallel_takes_layouts_that_data_parallelism_has_none_of():

@@ -91,6 +91,12 @@ def test_compiled_blocks_train_alike(session):
     assert said.count("blocks and loss are compiled") == len(COMPILED) - 1
 
 
+def test_the_share_of_the_adapters_is_said_alike(session):
+    """Under stage 3, too, where a process holds next to nothing of the model."""
+    said = (session[0] / "log.txt").read_text()
+    assert len({line.partition("adapters: ")[2] for line in said.splitlines() if "parameters are trained" in line}) == 1
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_adapters_resume(session, name):
     folder, results = session

@@ -82,6 +82,10 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
         yield f"num_train_epochs {values['num_train_epochs']:g}: expected more than 0"
     if not 0 <= values["seed"] < 2**32:
         yield f"seed {values['seed']}: expected 0 to {2**32 - 1}"
+    count = values["num_hidden_layers"]
+    outside = [layer for layer in values["no_recompute_layers"] if count and not 0 <= layer < count]
+    if outside:
+        yield f"no_recompute_layers {' '.join(map(str, outside))}: the layers are 0 to {count - 1}"
     for name in ("eval_steps", "save_total_limit", "minimum_eval_times"):
         if values[name] is not None and values[name] < 1:
             yield f"{name} {values[name]}: expected at least 1"
@@ -178,6 +182,8 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         note(f"{typed(parsed, 'initializer_range')} has no effect: the weights are loaded")
     if values["no_recompute_layers"] and not values["recompute"]:
         note("--no_recompute_layers has no effect: recompute is off")
+    if parsed.sources["recompute_granularity"].startswith("--") and not values["recompute"]:
+        note(f"{typed(parsed, 'recompute_granularity')} has no effect: recompute is off")
     if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
         note("--fp16_opt_level O0 switches mixed precision off: the run is float32")
     if values["amp_master_grad"] and values["fp16_opt_level"] != "O2":

@@ -161,6 +161,8 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
     word = replace(word, values=tuple(spellings.get(value.lower(), value) for value in word.values))
     f, kind = flags[name]
     value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
+    if parsed.sources[name].startswith("--") and word.place.startswith("--") and value != parsed.values[name]:
+        parsed.note(f"{parsed.typed[name]} {parsed.values[name]} has no effect: {word.typed} {value} comes after it")
     parsed.set(name, value, word.place)
     parsed.words[name] = known
     parsed.typed[name] = word.typed

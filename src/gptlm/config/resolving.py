@@ -49,7 +49,7 @@ def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool
     if parsed.values["world_size"] is not None and not printing:
         raise UsageError(
             f"--world_size {parsed.values['world_size']} goes with --print_config only; the launcher sets the number "
-            "of processes: torchrun --nproc_per_node N scripts/run_pretrain.py ..."
+            "of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
     if parsed.values["world_size"] is None:
         given = environment.get("WORLD_SIZE", "").strip()

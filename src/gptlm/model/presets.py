@@ -89,6 +89,11 @@ def read_config(path: Path) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
+        if (path.parent / "adapter_config.json").is_file():
+            raise GptlmError(
+                f"{path.parent} holds adapters, no model: --lora_path trains and predicts with them, on their base "
+                "model, and `gptlm merge-lora` makes a model of the two"
+            ) from error
         raise GptlmError(f"cannot read the model config {path}: {error.strerror}") from error
     except ValueError as error:
         raise GptlmError(f"the model config {path} is not valid JSON: {error}") from error

@@ -151,6 +151,7 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     name, (first, last) = arguments.split_name, corpus.sequences(arguments.split_name)
     if first == last:
         raise GptlmError(f"the {name} split of {corpus.tokens.prefix} is empty; change --split {arguments.split}")
+    logger.info("%s split of %s, --split %s", name, corpus.tokens.prefix, arguments.split)
     start = int(corpus.tokens.starts[first])
     tokens = corpus.tokens.tokens[start : start + corpus.token_count(name)]
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:

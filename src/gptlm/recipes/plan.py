@@ -71,5 +71,5 @@ def _check(job: PlanJob, found: list[Candidate], sizes: Sizes, machine: Cluster,
     half = ", half precision (--bf16 --fp16_opt_level O2)," if precision != "O2" else ""
     raise GptlmError(
         f"nothing fits into {machine.memory / GIB:g} GiB a card: the smallest layout ({words}) needs "
-        f"{least.memory.total / GIB:.1f} GiB; use more cards{half} or --sharding 'stage3 offload'"
+        f"{least.memory.total / GIB:.2g} GiB; use more cards{half} or --sharding 'stage3 offload'"
     )

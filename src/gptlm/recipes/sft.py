@@ -146,8 +146,8 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Mach
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # PEFT makes them float32
             parameter.data = parameter.data.to(machine.dtype)
-    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in adapted.parameters())
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in adapted.parameters()]  # ZeRO stage 3's are
+    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)  # empty here
     logger.info(
         "adapters: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )
