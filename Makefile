@@ -23,7 +23,8 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	touch $(STAMP)
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
+	$(BIN)/python -m pytest -m 'distributed and not slow and not gpu'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -32,7 +33,8 @@ test-oldest:
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	grep -v '^torch==' requirements/constraints.txt > $(OLDEST)/constraints.txt
 	DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/constraints.txt torch==2.11.0 -e '.[test]'
-	$(OLDEST)/bin/python -m pytest -m 'not slow and not gpu'
+	$(OLDEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
+	$(OLDEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
