@@ -84,7 +84,7 @@ def _belongs(name: str, mesh: Mesh, layers: list[int]) -> bool:
     return mesh.is_first_stage  # both embeddings
 
 
-def _share(name: str, module: nn.Module, mesh: Mesh, sequence: bool) -> nn.Module:
+def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
     """This process's part of a whole module."""
     degree = mesh.dims.tensor
     if degree == 1:
@@ -100,7 +100,7 @@ def _share(name: str, module: nn.Module, mesh: Mesh, sequence: bool) -> nn.Modul
     if isinstance(module, nn.LayerNorm):
         return SequenceLayerNorm(values["weight"], values["bias"], module.eps, group) if sequence else module
     if name + ".weight" == EMBEDDING:
-        first = ids_of(mesh.tensor_rank, degree, module.weight.shape[0]).start  # type: ignore[union-attr, index, arg-type]
+        first = ids_of(mesh.tensor_rank, degree, module.weight.shape[0]).start
         return VocabularyEmbedding(values["weight"], group, sequence, first)
     return SequencePositions(values["weight"], group) if sequence else module
 
