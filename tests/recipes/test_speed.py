@@ -1,6 +1,9 @@
 """When gradients are exchanged in one go, and what is put together where."""
 
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from gptlm.parallel.at_once import put_together
 from gptlm.recipes.machine import Machine
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.speed import AT_ONCE, exchanged_at_once
+from tests.conftest import ROOT
 
 BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
 HALF = Machine("cpu", "bf16", "O2")
@@ -30,6 +34,23 @@ def test_half_precision_gradients_of_one_machine_are_exchanged_at_once():
     assert decided() and decided("--sharding stage1") and decided("--sharding stage2")
     assert decided(word="LOCAL_SIZE")  # DeepSpeed's launcher
     assert decided(parameters=AT_ONCE + 1) and decided("--amp_master_grad")
+
+
+@pytest.mark.distributed
+def test_stages_of_different_size_decide_alike(tmp_path):
+    """By the largest: stages on both sides of the limit would wait for each other."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from gptlm.recipes.speed import largest_of_all\n"
+        "dist.init_process_group('gloo')\n"
+        "assert largest_of_all(7 - dist.get_rank()) == 7\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1500:]
 
 
 def test_so_are_those_of_layouts():

@@ -52,7 +52,7 @@ def candidates(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str
         memory = memory_of(sizes, layout)
         if memory.total <= cluster.memory * RESERVE:
             found.append(Candidate(layout, memory, step_seconds(sizes, cluster, layout)))
-    return sorted(found, key=lambda c: (float(f"{c.seconds:.4g}"), c.memory.total))
+    return sorted(found, key=lambda c: (float(f"{c.seconds:.9g}"), c.memory.total))
 
 
 def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Candidate | None:

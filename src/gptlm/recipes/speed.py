@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError
@@ -41,7 +42,10 @@ def speed_arguments(
     stage = stage_of(deepspeed or {})
     float8_if_wanted(run, model, machine.device, stage=stage)
     compiled = compile_if_wanted(run, model, machine.device, deepspeed, default=compiled, lengths_vary=lengths_vary)
-    at_once = exchanged_at_once(run, machine, model.num_parameters(), groups=shard_groups(run, deepspeed) is not None)
+    parameters = model.num_parameters()
+    if run.dims.shares_replicas:
+        parameters = largest_of_all(parameters)  # stages differ, and all have to decide alike
+    at_once = exchanged_at_once(run, machine, parameters, groups=shard_groups(run, deepspeed) is not None)
     alone = not run.dims.shares_replicas and (at_once or (run.dims.world == 1 and deepspeed is None))
     passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
     return {"exchanged_at_once": at_once, "recorded": passes}
@@ -80,6 +84,13 @@ def compile_if_wanted(
     return False
 
 
+def largest_of_all(number: int) -> int:
+    """The largest that a process has of `number`, on all of them."""
+    numbers = [number] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return max(numbers)
+
+
 def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bool = False) -> bool:
     """Whether gradients are exchanged in one go after the backward pass, where that is faster than during it.
 
@@ -90,7 +101,7 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
     is its bookkeeping for each weight, which costs more than the passes of a small model.
 
     Args:
-        parameters: on this process.
+        parameters: on the process that has most, the same everywhere.
         groups: replicas share optimizer states in groups.
     """
     dims, sharding = run.dims, run.parallel.sharding
