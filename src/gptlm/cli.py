@@ -267,8 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GptlmError as error:
-        rank = os.environ.get("RANK")
-        print(f"gptlm {name}: {f'rank {rank}: ' if rank else ''}error: {error}", file=sys.stderr)
+        print(_with_prefix(name, str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
@@ -276,6 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read the output has had enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _with_prefix(command: str, text: str) -> str:
+    """Every line of an error with the command and the rank before it, as lines of several ranks are mixed."""
+    rank = os.environ.get("RANK")
+    prefix = f"gptlm {command}: {f'rank {rank}: ' if rank else ''}error: "
+    return "\n".join(prefix + line for line in text.splitlines() or [""])
 
 
 def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:

@@ -224,7 +224,10 @@ def test_processes_that_the_command_asks_for():
     assert not resolve(ONEFLOW, printing=False).launch
     assert json.loads(parse_pretrain(text.split(), {}, printing=True).as_json())["run"]["world_size"] == 8
     refused(
-        text, "4 x num_nodes 2 are 8 processes, the launcher started 4", printing=False, environment={"WORLD_SIZE": "4"}
+        text,
+        "4 x --num-nodes 2 are 8 processes, the launcher started 4",
+        printing=False,
+        environment={"WORLD_SIZE": "4"},
     )
 
 

@@ -174,7 +174,7 @@ def test_auto_parallel_says_what_of_the_command_it_does_not_take():
     assert micro != 3 and not run.training.recompute
     said = f"--per_device_train_batch_size 3 has no effect: --per_device_train_batch_size {micro} comes after it"
     assert said in run.notes
-    assert "--recompute True has no effect: --recompute False comes after it" in run.notes
+    assert "--recompute true has no effect: --recompute false comes after it" in run.notes
 
 
 def test_the_fastest_comes_first_where_steps_are_short_too():

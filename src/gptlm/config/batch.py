@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def solve(given: Mapping[str, int], *, replicas: int, sharding: int = 1, micro: 
     """
     for name, size in given.items():
         if size < 1:
-            raise UsageError(f"{NAMES[name]} {size}: expected at least 1")
+            raise UsageError(f"{named(NAMES[name])} {size}: expected at least 1")
     total, local = given.get("total"), given.get("local")
     step = given.get("micro", 1) * given.get("accumulation", 1)
     if total is not None and local is None:
@@ -56,14 +56,16 @@ def solve(given: Mapping[str, int], *, replicas: int, sharding: int = 1, micro: 
             near = _nearest(total, step * replicas)
             raise UsageError(
                 f"global_batch_size[{total}] should be divided by dp_degree[{replicas // sharding}] times "
-                f"sharding_degree[{sharding}]\n  global_batch_size {total} on {replicas} data-parallel replicas; {near}"
+                f"sharding_degree[{sharding}]\n  {named('global_batch_size')} {total} on {replicas} data-parallel "
+                f"replicas; {near}"
             )
         local = total // replicas
     elif total is not None and local is not None and total != local * replicas:
         raise UsageError(
             f"global_batch_size[{total}] should be divided by local_batch_size[{local}] when dp_degree is "
-            f"[{replicas // sharding}] and sharding_degree is [{sharding}]\n  global_batch_size {total} is not "
-            f"local_batch_size {local} x {replicas} data-parallel replicas = {local * replicas}; give one of them"
+            f"[{replicas // sharding}] and sharding_degree is [{sharding}]\n  {named('global_batch_size')} {total} is "
+            f"not {named('local_batch_size')} {local} x {replicas} data-parallel replicas = {local * replicas}; give "
+            "one of them"
         )
     if local is None:
         return Batch(given.get("micro", micro), given.get("accumulation", 1), replicas)
@@ -72,20 +74,24 @@ def solve(given: Mapping[str, int], *, replicas: int, sharding: int = 1, micro: 
 
 def _split(local: int, given: Mapping[str, int], replicas: int, by_total: bool) -> Batch:
     """Micro-batch and accumulation of a local batch."""
-    whole = f"global_batch_size {local * replicas} on {replicas} replicas" if by_total else f"local_batch_size {local}"
+    whole = (
+        f"{named('global_batch_size')} {local * replicas} on {replicas} replicas"
+        if by_total
+        else f"{named('local_batch_size')} {local}"
+    )
     size, steps = given.get("micro"), given.get("accumulation")
     if size is None and steps is None:
         return Batch(local, 1, replicas)
     if size is not None and steps is not None and size * steps != local:
         raise UsageError(
-            f"{whole}: {local} samples per replica are not per_device_train_batch_size {size} x "
-            f"gradient_accumulation_steps {steps} = {size * steps}; leave one of them out"
+            f"{whole}: {local} samples per replica are not {named('per_device_train_batch_size')} {size} x "
+            f"{named('gradient_accumulation_steps')} {steps} = {size * steps}; leave one of them out"
         )
     known, name = (size, NAMES["micro"]) if size is not None else (steps or 1, NAMES["accumulation"])
     if local % known:
         unit = known * replicas if by_total else known
         near = _nearest(local * replicas if by_total else local, unit)
-        raise UsageError(f"{whole}: {local} samples per replica are no multiple of {name} {known}; {near}")
+        raise UsageError(f"{whole}: {local} samples per replica are no multiple of {named(name)} {known}; {near}")
     other = local // known
     return Batch(known, other, replicas) if size is not None else Batch(other, known, replicas)
 

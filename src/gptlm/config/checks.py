@@ -7,7 +7,7 @@ from gptlm.config.parser import Parsed
 from gptlm.config.shapes import ModelSource
 from gptlm.config.spellings import PARALLEL_WORDS
 from gptlm.data.order import parse_split
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.parallel.dims import ParallelDims
 
 TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
@@ -31,12 +31,18 @@ NOT_NEGATIVE = (
 )
 
 
-def problems_of(parsed: Parsed, dims: ParallelDims, source: ModelSource, printing: bool) -> list[str]:
-    """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes."""
-    problems = [*_numbers(parsed), *_training(parsed), *layout_problems(parsed, dims)]
-    problems += [*_weights(parsed, source), *(_float8(parsed, dims) if parsed.values["fp8"] else ())]
+def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource | None, printing: bool) -> list[str]:
+    """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes.
+
+    Without `dims` or `source`, which were refused before, what follows from them is left out.
+    """
+    problems = [*_numbers(parsed), *_training(parsed)]
+    if dims is not None:
+        problems += [*layout_problems(parsed, dims), *(_float8(parsed, dims) if parsed.values["fp8"] else ())]
+        _oddities(parsed, dims)
+    if source is not None:
+        problems += _weights(parsed, source)
     problems += _folder(parsed, "output_dir", "the folder for results", printing)
-    _oddities(parsed, dims)
     return problems
 
 
@@ -45,16 +51,24 @@ def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
     values = parsed.values
     for name in ("max_seq_length", "eval_iters", "test_iters"):
         if values[name] is not None and values[name] < 1:
-            yield f"{typed(parsed, name)} {values[name]}: expected at least 1"
+            yield f"{named(name)} {values[name]}: expected at least 1"
+    if values["zero_stage"] is not None and not 0 <= values["zero_stage"] <= 3:
+        yield f"{named('zero_stage')} {values['zero_stage']}: expected 0 to 3"
+    unit = values["make_vocab_size_divisible_by"]
+    if unit is not None and unit < 0:
+        yield f"{named('make_vocab_size_divisible_by')} {unit}: expected 0 or more"
     try:
         parse_split(values["split"])
     except GptlmError as error:
-        yield str(error)
+        yield error.marked
     if values["load_best_model_at_end"] and values["do_train"]:
         if values["metric_for_best_model"] not in ("loss", "eval_loss"):
-            yield f"metric_for_best_model {values['metric_for_best_model']!r}: pretraining evaluates the loss only"
+            yield (
+                f"{named('metric_for_best_model')} {values['metric_for_best_model']!r}: pretraining evaluates the "
+                "loss only"
+            )
     if values["greater_is_better"]:
-        yield "greater_is_better true: the metric of pretraining is the loss, of which less is better"
+        yield f"{named('greater_is_better')} true: the metric of pretraining is the loss, of which less is better"
     yield from _folder(parsed, "input_dir", "the folder with token files", printing)
 
 
@@ -62,38 +76,41 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
     for name in AT_LEAST_ONE:
         if values[name] < 1:
-            yield f"{typed(parsed, name)} {values[name]}: expected at least 1"
+            yield f"{named(name)} {values[name]}: expected at least 1"
     for name in NOT_NEGATIVE:
         if not values[name] >= 0 or values[name] == float("inf"):
-            yield f"{typed(parsed, name)} {values[name]:g}: expected a finite number, 0 or more"
+            yield f"{named(name)} {values[name]:g}: expected a finite number, 0 or more"
     for name in ("warmup_ratio", "warmup_fraction"):
         if not 0 <= values[name] <= 1:
-            yield f"{typed(parsed, name)} {values[name]:g}: expected a share between 0 and 1"
+            yield f"{named(name)} {values[name]:g}: expected a share between 0 and 1"
     if values["lr_start_step"] not in (0, 1):
-        yield f"lr_start_step {values['lr_start_step']}: expected 0 or 1"
+        yield f"{named('lr_start_step')} {values['lr_start_step']}: expected 0 or 1"
     if values["initializer_range"] is not None and not 0 < values["initializer_range"] < float("inf"):
-        yield f"initializer_range {values['initializer_range']:g}: expected a finite number above 0"
+        yield f"{named('initializer_range')} {values['initializer_range']:g}: expected a finite number above 0"
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "adam_beta1", "adam_beta2"):
         if values[name] is not None and not 0 <= values[name] < 1:
-            yield f"{typed(parsed, name)} {values[name]:g}: expected 0 or more and below 1"
+            yield f"{named(name)} {values[name]:g}: expected 0 or more and below 1"
     if values["max_steps"] == 0 or values["max_steps"] < -1:
-        yield f"max_steps {values['max_steps']}: expected at least 1, or -1 for num_train_epochs passes"
+        yield (
+            f"{named('max_steps')} {values['max_steps']}: expected at least 1, or -1 for {named('num_train_epochs')} "
+            "passes"
+        )
     if values["max_steps"] == -1 and values["num_train_epochs"] <= 0:
-        yield f"num_train_epochs {values['num_train_epochs']:g}: expected more than 0"
+        yield f"{named('num_train_epochs')} {values['num_train_epochs']:g}: expected more than 0"
     if not 0 <= values["seed"] < 2**32:
-        yield f"seed {values['seed']}: expected 0 to {2**32 - 1}"
+        yield f"{named('seed')} {values['seed']}: expected 0 to {2**32 - 1}"
     count = values["num_hidden_layers"]
     outside = [layer for layer in values["no_recompute_layers"] if count and not 0 <= layer < count]
     if outside:
-        yield f"no_recompute_layers {' '.join(map(str, outside))}: the layers are 0 to {count - 1}"
+        yield f"{named('no_recompute_layers')} {' '.join(map(str, outside))}: the layers are 0 to {count - 1}"
     for name in ("eval_steps", "save_total_limit", "minimum_eval_times"):
         if values[name] is not None and values[name] < 1:
-            yield f"{name} {values[name]}: expected at least 1"
+            yield f"{named(name)} {values[name]}: expected at least 1"
     if values["decay_steps"] is not None and values["decay_steps"] <= 0:
-        yield f"decay_steps {values['decay_steps']:g}: expected more than 0"
+        yield f"{named('decay_steps')} {values['decay_steps']:g}: expected more than 0"
     for name in ("scale_loss", "loss_scale"):
         if values[name] is not None and not 0 < values[name] < float("inf"):
-            yield f"{name} {values[name]:g}: expected a finite number above 0"
+            yield f"{named(name)} {values[name]:g}: expected a finite number above 0"
 
 
 def _training(parsed: Parsed) -> Iterator[str]:
@@ -101,17 +118,23 @@ def _training(parsed: Parsed) -> Iterator[str]:
     if values["fp16"] and values["bf16"]:
         yield "At most one of fp16 and bf16 can be True, but not both"
     if not device_known(values["device"]):
-        yield f"device {values['device']!r}: gptlm runs on gpu and cpu"
-    elif ":" in values["device"] and values["world_size"] > 1:
-        yield f"device {values['device']!r} is one card, there are {values['world_size']} processes; use --device gpu"
+        yield f"{named('device')} {values['device']!r}: gptlm runs on gpu and cpu"
+    elif ":" in values["device"] and (values["world_size"] or 1) > 1:
+        yield (
+            f"{named('device')} {values['device']!r} is one card, there are {values['world_size']} processes; use "
+            f"--{named('device')} gpu"
+        )
     for tracker in values["report_to"]:
         if tracker not in TRACKERS:
-            yield f"report_to {tracker!r}: expected {', '.join(TRACKERS[:5])}"
+            yield f"{named('report_to')} {tracker!r}: expected {', '.join(TRACKERS[:5])}"
     resume = (values["resume_from_checkpoint"] or "").lower()
     if resume in ("false", "0", "no"):
-        yield f"resume_from_checkpoint {resume}: to start anew give --overwrite_output_dir or another --output_dir"
+        yield (
+            f"{named('resume_from_checkpoint')} {resume}: to start anew give --{named('overwrite_output_dir')} or "
+            f"another --{named('output_dir')}"
+        )
     if not (values["do_train"] or values["do_eval"] or values["do_predict"]):
-        yield "do_train, do_eval and do_predict are all off: there is nothing to do"
+        yield f"{named('do_train')}, {named('do_eval')} and {named('do_predict')} are all off: there is nothing to do"
     if values["load_best_model_at_end"] and values["do_train"]:
         yield from _best_model(parsed)
 
@@ -119,34 +142,38 @@ def _training(parsed: Parsed) -> Iterator[str]:
 def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
     values = parsed.values
     if not values["bf16"] or values["fp16_opt_level"] == "O0":
-        yield "fp8 is for the products of bfloat16 training; give --bf16 with it"
+        yield f"{named('fp8')} is for the products of bfloat16 training; give --{named('bf16')} with it"
     if dims.shares_replicas:
-        yield f"fp8 goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in bfloat16"
+        yield (
+            f"{named('fp8')} goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in "
+            "bfloat16"
+        )
     if "stage3" in values["sharding"]:
-        yield "fp8 goes without sharding stage3, which takes the weights apart; use stage1 or stage2"
+        yield f"{named('fp8')} goes without sharding stage3, which takes the weights apart; use stage1 or stage2"
     if values.get("lora"):
-        yield "fp8 goes without lora: adapters are small, and their products too"
+        yield f"{named('fp8')} goes without lora: adapters are small, and their products too"
     if values["hidden_size"] and values["hidden_size"] % 16:
-        yield f"hidden_size {values['hidden_size']}: fp8 needs a multiple of 16"
+        yield f"{named('hidden_size')} {values['hidden_size']}: fp8 needs a multiple of 16"
 
 
 def _best_model(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
     if values["evaluation_strategy"] == "no" or values["evaluation_strategy"] != values["save_strategy"]:
         yield (
-            f"load_best_model_at_end needs evaluation and saving at the same times; evaluation_strategy is "
-            f"{values['evaluation_strategy']}, save_strategy is {values['save_strategy']}"
+            f"{named('load_best_model_at_end')} needs evaluation and saving at the same times; "
+            f"{named('evaluation_strategy')} is {values['evaluation_strategy']}, {named('save_strategy')} is "
+            f"{values['save_strategy']}"
         )
     elif values["evaluation_strategy"] == "steps" and values["save_steps"] % (values["eval_steps"] or 1):
         yield (
-            f"load_best_model_at_end needs save_steps ({values['save_steps']}) to be a multiple of eval_steps "
-            f"({values['eval_steps']})"
+            f"{named('load_best_model_at_end')} needs {named('save_steps')} ({values['save_steps']}) to be a multiple "
+            f"of {named('eval_steps')} ({values['eval_steps']})"
         )
 
 
 def _folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[str]:
     if not parsed.values[name]:
-        line = f"--{name} is missing: {what}"
+        line = f"--{named(name)} is missing: {what}"
         if printing:
             parsed.note(line)
         else:
@@ -157,9 +184,9 @@ def _weights(parsed: Parsed, source: ModelSource) -> Iterator[str]:
     values = parsed.values
     if values["continue_training"] and source.weights is None:
         yield (
-            f"--continue_training needs weights, {values['model_name_or_path']} "
+            f"--{named('continue_training')} needs weights, {values['model_name_or_path']} "
             f"{'is a size only, none were ever published' if source.kind == 'preset' else 'has none'}; "
-            "give a folder with model.safetensors, or start from random weights with --continue_training 0"
+            f"give a folder with model.safetensors, or start from random weights with --{named('continue_training')} 0"
         )
 
 
@@ -177,20 +204,20 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         if values[name].strip():
             note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
     if parsed.sources["auto_parallel_memory"] != "default" and not values["auto_parallel"]:
-        note(f"{typed(parsed, 'auto_parallel_memory')} has no effect without --auto_parallel")
+        note(f"{named('auto_parallel_memory')} has no effect without --auto_parallel")
     if values["initializer_range"] is not None and values["continue_training"]:
-        note(f"{typed(parsed, 'initializer_range')} has no effect: the weights are loaded")
+        note(f"{named('initializer_range')} has no effect: the weights are loaded")
     if values["no_recompute_layers"] and not values["recompute"]:
         note("--no_recompute_layers has no effect: recompute is off")
     if parsed.sources["recompute_granularity"].startswith("--") and not values["recompute"]:
-        note(f"{typed(parsed, 'recompute_granularity')} has no effect: recompute is off")
+        note(f"{named('recompute_granularity')} has no effect: recompute is off")
     if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
         note("--fp16_opt_level O0 switches mixed precision off: the run is float32")
     if values["amp_master_grad"] and values["fp16_opt_level"] != "O2":
         note("--amp_master_grad has no effect: gradients are float32 unless the level is O2")
     if values["min_learning_rate"] > values["learning_rate"]:
         note(
-            f"WARNING: min_learning_rate {values['min_learning_rate']:g} is above learning_rate "
+            f"WARNING: {named('min_learning_rate')} {values['min_learning_rate']:g} is above {named('learning_rate')} "
             f"{values['learning_rate']:g}: after the warm-up the rate goes up to it; were they swapped?"
         )
     if values["max_steps"] > 0 and values["warmup_steps"] > values["max_steps"]:
@@ -201,11 +228,6 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         note("--load_best_model_at_end has no effect: do_train is off")
     if "autonlp" in values["report_to"]:
         note("--report_to autonlp has no effect: the service is gone")
-
-
-def typed(parsed: Parsed, name: str) -> str:
-    """The flag in the user's own word where there is one."""
-    return parsed.typed.get(name, name)
 
 
 def check_readable(flag: str, path: str | None) -> None:

@@ -123,9 +123,7 @@ def _settle_megatron(parsed: Parsed, name: str) -> None:
 def _settle_words(parsed: Parsed) -> None:
     values, sources = parsed.values, parsed.sources
     stage = values["zero_stage"]
-    if stage is not None and not 0 <= stage <= 3:
-        raise UsageError(f"{parsed.typed_as('zero_stage')} {stage}: expected 0 to 3")
-    if stage and not values["sharding"] and not values["deepspeed"]:
+    if stage in (1, 2, 3) and not values["sharding"] and not values["deepspeed"]:
         parsed.set("sharding", f"stage{stage}", sources["zero_stage"])
     for word, masking in (("reset_position_ids", "position"), ("reset_attention_mask", "attention")):
         if values[word] and sources["document_masking"] in ("default", sources["reset_position_ids"]):
@@ -158,10 +156,8 @@ def _settle_vocabulary(parsed: Parsed, name: str) -> None:
     if values["vocab_size"] is None and name in ("megatron", "oneflow") and not named:
         parsed.set("vocab_size", GPT2_VOCABULARY, f"default of {name}: GPT-2's")
     unit = values["make_vocab_size_divisible_by"]
-    if unit is not None and unit < 0:
-        raise UsageError(f"{parsed.typed_as('make_vocab_size_divisible_by')} {unit}: expected 0 or more")
     size = values["vocab_size"]
-    if not unit or not size or size < 1:
+    if not unit or unit < 0 or not size or size < 1:
         return
     multiple = unit * max(values["tensor_parallel_degree"], 1)
     rounded = -(-size // multiple) * multiple

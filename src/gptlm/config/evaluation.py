@@ -9,10 +9,10 @@ from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import evaluation_words
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
-from gptlm.config.messages import in_user_words
+from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.data.order import parse_split
-from gptlm.errors import GptlmError, UsageError
+from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
 from gptlm.model.presets import PRESETS, Shape, shape_of_config
 
@@ -135,16 +135,19 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
 
 def _refuse(problems: list[str], parsed: Parsed) -> None:
     if problems:
-        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in problems))
+        raise UsageError(all_in_user_words(problems, parsed))
 
 
 def _settle_task(parsed: Parsed) -> None:
     values = parsed.values
     task, cloze = values["task"], values["cloze_eval"]
     if task is None and cloze is None:
-        raise UsageError(f"--task is missing: one of {', '.join(TASKS)}")
+        raise UsageError(f"--{named('task')} is missing: one of {', '.join(TASKS)}")
     if task is not None and cloze is not None and (task == "LAMBADA") != cloze:
-        raise UsageError(f"--task {task} and --cloze_eval {str(cloze).lower()} name different tasks; give --task alone")
+        raise UsageError(
+            f"--{named('task')} {task} and --{named('cloze_eval')} {str(cloze).lower()} name different tasks; give "
+            f"--{named('task')} alone"
+        )
     values["task"] = task or ("LAMBADA" if cloze else "WIKITEXT103")
     if values["detokenizer"] == "auto":
         values["detokenizer"] = AUTO[values["task"]]
@@ -153,28 +156,34 @@ def _settle_task(parsed: Parsed) -> None:
 def _numbers(parsed: Parsed) -> Iterator[str]:
     for name in ("batch_size", "logging_freq", "max_seq_length", "overlapping_eval", "max_examples", "seq_length"):
         if parsed.values[name] is not None and parsed.values[name] < 1:
-            yield f"--{name} {parsed.values[name]}: expected at least 1"
+            yield f"--{named(name)} {parsed.values[name]}: expected at least 1"
 
 
 def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
     """Flags that the task needs, and given ones that another task needs."""
     values = parsed.values
     if not values["model_name_or_path"] and not printing:
-        yield "--model_name_or_path is missing: the folder of a trained model"
+        yield f"--{named('model_name_or_path')} is missing: the folder of a trained model"
     if values["task"] == "DATA":
         if not values["input_dir"]:
-            yield "--input_dir is missing: the prefix of the token files"
+            yield f"--{named('input_dir')} is missing: the prefix of the token files"
         if values["eval_path"]:
-            yield "--eval_path is a text, --task DATA scores token files: give --input_dir, or --task TEXT"
+            yield (
+                f"--{named('eval_path')} is a text, --{named('task')} DATA scores token files: give "
+                f"--{named('input_dir')}, or --{named('task')} TEXT"
+            )
         try:
             parse_split(values["split"])
         except GptlmError as error:
-            yield str(error)
+            yield error.marked
     else:
         if not values["eval_path"]:
-            yield f"--eval_path is missing: the file --task {values['task']} reads"
+            yield f"--{named('eval_path')} is missing: the file --{named('task')} {values['task']} reads"
         if values["input_dir"]:
-            yield f"--input_dir names token files, --task {values['task']} reads a text: give --task DATA"
+            yield (
+                f"--{named('input_dir')} names token files, --{named('task')} {values['task']} reads a text: give "
+                f"--{named('task')} DATA"
+            )
     _note_other_tasks(parsed)
 
 
@@ -191,11 +200,13 @@ def _note_other_tasks(parsed: Parsed) -> None:
 def _device(parsed: Parsed, processes: int) -> Iterator[str]:
     device = parsed.values["device"]
     if not device_known(device):
-        yield f"--device {device!r}: gptlm runs on gpu and cpu"
+        yield f"--{named('device')} {device!r}: gptlm runs on gpu and cpu"
     elif ":" in device and processes > 1:
-        yield f"--device {device!r} is one card, there are {processes} processes; use --device gpu"
+        yield (
+            f"--{named('device')} {device!r} is one card, there are {processes} processes; use --{named('device')} gpu"
+        )
     if parsed.values["fp16"] and parsed.values["bf16"]:
-        yield "--fp16 and --bf16 exclude each other; give one"
+        yield f"--{named('fp16')} and --{named('bf16')} exclude each other; give one"
 
 
 def _shape(name: str, lora_path: str | None) -> Shape:
@@ -212,7 +223,7 @@ def _base_shape(name: str, hint: str) -> Shape:
         return shape_of_config(Path(name) / "config.json")
     preset = PRESETS.get(name)
     if preset is None:
-        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
+        raise GptlmError(f"{named('model_name_or_path')} {name!r} is neither a folder nor a built-in name{hint}")
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
     return preset.shape
@@ -228,7 +239,10 @@ def _sizes(parsed: Parsed, shape: Shape) -> Iterator[str]:
     for name, own in owned.items():
         given = parsed.values[name]
         if given is not None and given != own:
-            yield f"--{name} {given}: the model {parsed.values['model_name_or_path']} has {own}; leave the flag out"
+            yield (
+                f"--{named(name)} {given}: the model {parsed.values['model_name_or_path']} has {own}; leave the flag "
+                "out"
+            )
 
 
 def _lengths(parsed: Parsed, shape: Shape) -> Iterator[str]:
@@ -236,16 +250,19 @@ def _lengths(parsed: Parsed, shape: Shape) -> Iterator[str]:
     values, positions = parsed.values, shape.max_position_embeddings
     given = {values[name] for name in ("max_seq_length", "seq_length")} - {None}
     if len(given) > 1:
-        yield f"--max_seq_length {values['max_seq_length']} and --seq_length {values['seq_length']} differ; give one"
+        yield (
+            f"--{named('max_seq_length')} {values['max_seq_length']} and --{named('seq_length')} "
+            f"{values['seq_length']} differ; give one"
+        )
         return
     length = values["max_seq_length"] = given.pop() if given else min(positions, LONGEST_DEFAULT)
     if length > positions:
         yield (
-            f"--max_seq_length {length}: the model {values['model_name_or_path']} has a position table of {positions}; "
-            f"give {positions} or less"
+            f"--{named('max_seq_length')} {length}: the model {values['model_name_or_path']} has a position table of "
+            f"{positions}; give {positions} or less"
         )
     step = values["overlapping_eval"]
     if step is None or (step > length and parsed.sources["overlapping_eval"] == "default"):
         values["overlapping_eval"] = length
     elif step > length and values["task"] != "LAMBADA":
-        yield f"--overlapping_eval {step}: expected 1 to max_seq_length ({length})"
+        yield f"--{named('overlapping_eval')} {step}: expected 1 to {named('max_seq_length')} ({length})"

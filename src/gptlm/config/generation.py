@@ -10,9 +10,9 @@ from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import generation_words
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
-from gptlm.config.messages import in_user_words
-from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.errors import UsageError
+from gptlm.config.messages import all_in_user_words
+from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
+from gptlm.errors import UsageError, named
 
 DEFAULT_PROMPTS = (
     "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
@@ -98,12 +98,15 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
     if parsed.refusals and not printing:
         problems += parsed.refusals
     if not parsed.values["model_name_or_path"]:
-        missing = f"{parsed.typed_as('model_name_or_path')} is empty: give --model_name_or_path, the folder of a model"
+        missing = (
+            f"{parsed.typed_as('model_name_or_path')} is empty: give --{named('model_name_or_path')}, the folder of a "
+            "model"
+        )
         if not printing:
             raise UsageError(missing)
         parsed.note(missing)
     if problems:
-        raise UsageError("\n".join(in_user_words(problem, parsed) for problem in problems))
+        raise UsageError(all_in_user_words(problems, parsed))
     used = {**parsed.values, "num_beams": parsed.values["num_beams"] > 1}
     for flag, names in WITH.items():
         given = [name for name in names if parsed.sources[name] != "default"]
@@ -115,25 +118,31 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
 def _ranges(values: dict[str, Any]) -> Iterator[str]:
     for name in ("batch_size", "src_length", "tgt_length", "num_beams", "num_return_sequences"):
         if values[name] < 1:
-            yield f"--{name} {values[name]}: expected at least 1"
+            yield f"--{named(name)} {values[name]}: expected at least 1"
     if not 0 <= values["min_new_tokens"] <= values["tgt_length"]:
-        yield f"--min_new_tokens {values['min_new_tokens']}: expected 0 to --tgt_length ({values['tgt_length']})"
+        yield (
+            f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected 0 to --{named('tgt_length')} "
+            f"({values['tgt_length']})"
+        )
     if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
-        yield f"--temperature {values['temperature']:g}: expected 0.0001 to 10000; leave --do_sample out for greedy"
+        yield (
+            f"--{named('temperature')} {values['temperature']:g}: expected 0.0001 to 10000; leave "
+            f"--{named('do_sample')} out for greedy"
+        )
     if values["top_k"] < 0:
-        yield f"--top_k {values['top_k']}: expected 0 (all) or more"
+        yield f"--{named('top_k')} {values['top_k']}: expected 0 (all) or more"
     if not 0 < values["top_p"] <= 1:
-        yield f"--top_p {values['top_p']:g}: expected more than 0, at most 1 (all)"
+        yield f"--{named('top_p')} {values['top_p']:g}: expected more than 0, at most 1 (all)"
     if not 0 < values["repetition_penalty"] < math.inf:
-        yield f"--repetition_penalty {values['repetition_penalty']:g}: expected more than 0; 1 is none"
+        yield f"--{named('repetition_penalty')} {values['repetition_penalty']:g}: expected more than 0; 1 is none"
     if not math.isfinite(values["length_penalty"]):
-        yield f"--length_penalty {values['length_penalty']:g}: expected a finite number"
+        yield f"--{named('length_penalty')} {values['length_penalty']:g}: expected a finite number"
     if not 0 <= values["seed"] < 2**32:
-        yield f"--seed {values['seed']}: expected 0 to {2**32 - 1}"
+        yield f"--{named('seed')} {values['seed']}: expected 0 to {2**32 - 1}"
     if not device_known(values["device"]):
-        yield f"--device {values['device']!r}: gptlm runs on gpu and cpu"
+        yield f"--{named('device')} {values['device']!r}: gptlm runs on gpu and cpu"
     if not 1 <= values["port"] < 2**16:
-        yield f"--port {values['port']}: expected 1 to {2**16 - 1}"
+        yield f"--{named('port')} {values['port']}: expected 1 to {2**16 - 1}"
 
 
 def _strategy(parsed: Parsed) -> Iterator[str]:
@@ -144,27 +153,45 @@ def _strategy(parsed: Parsed) -> Iterator[str]:
     if strategy == "sampling" and parsed.sources["do_sample"] == "default":
         parsed.set("do_sample", True, "decode_strategy")
     if values["do_sample"] != (strategy == "sampling"):
-        yield f"--decode_strategy {strategy} and --do_sample {values['do_sample']} contradict each other; use one"
+        yield (
+            f"--{named('decode_strategy')} {strategy} and --{named('do_sample')} {shown(values['do_sample'])} "
+            "contradict each other; use one"
+        )
     if strategy == "beam_search" and values["num_beams"] < 2:
-        yield "--decode_strategy beam_search needs --num_beams of 2 or more"
+        yield f"--{named('decode_strategy')} beam_search needs --{named('num_beams')} of 2 or more"
     if strategy == "greedy_search" and values["num_beams"] > 1:
-        yield f"--decode_strategy greedy_search has one beam, --num_beams {values['num_beams']} is given; use one"
+        yield (
+            f"--{named('decode_strategy')} greedy_search has one beam, --{named('num_beams')} {values['num_beams']} "
+            "is given; use one"
+        )
 
 
 def _combinations(values: dict[str, Any]) -> Iterator[str]:
     if values["prompt"] and values["input_file"]:
-        yield "--prompt and --input_file both give prompts; use one"
+        yield f"--{named('prompt')} and --{named('input_file')} both give prompts; use one"
     if values["bf16"] and values["fp16"]:
-        yield "--bf16 and --fp16 are both given; use one"
+        yield f"--{named('bf16')} and --{named('fp16')} are both given; use one"
     copies, beams = values["num_return_sequences"], values["num_beams"]
     if copies > 1 and not values["do_sample"] and beams == 1:
-        yield f"--num_return_sequences {copies}: greedy search finds one; add --do_sample or --num_beams {copies}"
+        yield (
+            f"--{named('num_return_sequences')} {copies}: greedy search finds one; add --{named('do_sample')} or "
+            f"--{named('num_beams')} {copies}"
+        )
     elif copies > beams and not values["do_sample"]:
-        yield f"--num_return_sequences {copies} is more than --num_beams {beams}; raise --num_beams or add --do_sample"
+        yield (
+            f"--{named('num_return_sequences')} {copies} is more than --{named('num_beams')} {beams}; raise "
+            f"--{named('num_beams')} or add --{named('do_sample')}"
+        )
     elif copies > beams > 1:
-        yield f"--num_return_sequences {copies} is more than --num_beams {beams}; raise --num_beams"
+        yield (
+            f"--{named('num_return_sequences')} {copies} is more than --{named('num_beams')} {beams}; raise "
+            f"--{named('num_beams')}"
+        )
     if values["serve"]:
         given = [name for name in ("prompt", "input_file", "output_file") if values[name]]
         given += [name for name in ("num_beams", "num_return_sequences") if values[name] > 1]
         if given:
-            yield f"--serve shows one continuation of what is typed as it is made; leave out --{' --'.join(given)}"
+            yield (
+                f"--{named('serve')} shows one continuation of what is typed as it is made; leave out "
+                f"--{' --'.join(given)}"
+            )

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlm.config.command_line import Sections, read_words
 from gptlm.config.word import Word
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, with_flags_shown
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
@@ -90,8 +90,13 @@ class Parsed:
         notes = [*self.notes, *refusals]
         return json.dumps({"run": self.values, "from": self.sources, "notes": notes}, indent=1)
 
+    def given(self, name: str) -> bool:
+        """Whether the user gave the flag, by whatever word, on the command line or in a file."""
+        return name in self.words
+
     def note(self, line: str) -> None:
-        """Add a line for the log, once."""
+        """Add a line for the log, once; flags that it refers to by `gptlm.errors.named` are called as typed."""
+        line = with_flags_shown(line, self.typed)
         if line not in self.notes:
             self.notes.append(line)
 
@@ -135,16 +140,18 @@ def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
         hints = get_type_hints(group)
         for f in fields(group):
             default = _default(f)
-            shown = "" if default in (None, "", []) else f" (default: {_shown(default)})"
+            default_text = "" if default in (None, "", []) else f" (default: {shown(default)})"
             choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
             lines.append(f"  --{f.name} <{_type_name(hints[f.name])}>{choices}")
-            lines.append(f"      {f.metadata['help']}{shown}")
+            lines.append(f"      {f.metadata['help']}{default_text}")
     if vocabulary.ignored:
         lines += ["", "Accepted without effect (the log says why):", "  " + ", ".join(sorted(vocabulary.ignored))]
     return "\n".join(lines) + "\n"
 
 
 def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]], parsed: Parsed) -> None:
+    if any("\0" in value for value in word.values):
+        raise UsageError(f"{word.typed}: the value holds a NUL character; remove it")
     known, negated = _resolve(word, vocabulary, flags, parsed)
     name = vocabulary.renamed.get(known, known)
     parsed.spoken.add(known)
@@ -162,7 +169,8 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
     f, kind = flags[name]
     value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
     if parsed.sources[name].startswith("--") and word.place.startswith("--") and value != parsed.values[name]:
-        parsed.note(f"{parsed.typed[name]} {parsed.values[name]} has no effect: {word.typed} {value} comes after it")
+        lost, kept = (shown(given) for given in (parsed.values[name], value))
+        parsed.note(f"{parsed.typed[name]} {lost} has no effect: {word.typed} {kept} comes after it")
     parsed.set(name, value, word.place)
     parsed.words[name] = known
     parsed.typed[name] = word.typed
@@ -284,11 +292,8 @@ def _type_name(kind: Any) -> str:
     return _base(kind)[0].__name__
 
 
-def _shown(default: Any) -> str:
-    return (
-        " ".join(default)
-        if isinstance(default, list)
-        else str(default).lower()
-        if isinstance(default, bool)
-        else str(default)
-    )
+def shown(value: Any) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

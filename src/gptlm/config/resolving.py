@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from gptlm.config.batch import NAMES, solve
 from gptlm.config.dialects import launch_words, wanted_processes
 from gptlm.config.layouts import degrees_fit, sharing
-from gptlm.config.parser import Parsed
-from gptlm.errors import UsageError
+from gptlm.config.parser import Parsed, shown
+from gptlm.errors import UsageError, named
 from gptlm.parallel.dims import ParallelDims
 
 LAYOUT = (  # what --auto_parallel decides
@@ -48,8 +48,8 @@ def resolve_schedule(parsed: Parsed) -> None:
 def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
     if parsed.values["world_size"] is not None and not printing:
         raise UsageError(
-            f"--world_size {parsed.values['world_size']} goes with --print_config only; the launcher sets the number "
-            "of processes: torchrun --nproc_per_node N SCRIPT ..."
+            f"--{named('world_size')} {parsed.values['world_size']} goes with --print_config only; the launcher sets "
+            "the number of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
     if parsed.values["world_size"] is None:
         given = environment.get("WORLD_SIZE", "").strip()
@@ -57,7 +57,7 @@ def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool
             raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
         parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
     if parsed.values["world_size"] < 1:
-        raise UsageError(f"world_size {parsed.values['world_size']}: expected at least 1 process")
+        raise UsageError(f"{named('world_size')} {parsed.values['world_size']}: expected at least 1 process")
 
 
 def resolve_processes(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bo
         return launch_words(parsed.values) if wanted > 1 and not printing else ()
     if given.strip().isdigit() and int(given) != wanted:
         raise UsageError(
-            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x num_nodes "
+            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x {named('num_nodes')} "
             f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
         )
     return ()
@@ -108,14 +108,14 @@ def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
         parsed.set("sharding_parallel_degree", degree, source + (f" / {groups}" if degree < dims.data else ""))
     if values["sharding_parallel_degree"] > 1 and not values["sharding"]:
         parsed.note(
-            f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect without --sharding "
-            "stage1, stage2 or stage3"
+            f"--{named('sharding_parallel_degree')} {values['sharding_parallel_degree']} has no effect without "
+            f"--{named('sharding')} stage1, stage2 or stage3"
         )
     shares = sharing(values)
     left = max(dims.data // shares, 1)
     if values["adapt_dp"] and groups > 0 and not degrees_fit(values, dims) and left * shares == dims.data:
         parsed.note(
-            f"data_parallel_degree {groups} does not fit {dims.world} processes: "
+            f"{named('data_parallel_degree')} {groups} does not fit {dims.world} processes: "
             f"so adaptively adjust dp_degree to {left}"
         )
         groups = -1
@@ -130,7 +130,7 @@ def name_layout(parsed: Parsed) -> None:
     chosen = [name for name in LAYOUT if parsed.sources[name].startswith("-")]
     for name in chosen:
         parsed.sources[name] = "--auto_parallel"
-    parsed.note("--auto_parallel takes " + ", ".join(f"{name} {parsed.values[name]}" for name in chosen))
+    parsed.note("--auto_parallel takes " + ", ".join(f"{name} {shown(parsed.values[name])}" for name in chosen))
 
 
 def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:

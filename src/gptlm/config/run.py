@@ -14,7 +14,7 @@ from gptlm.config.dialects import DialectArguments, resolve_dialect
 from gptlm.config.fleetx_words import training_words
 from gptlm.config.foreign import take_foreign_model, take_foreign_start
 from gptlm.config.layouts import degrees_fit, not_built
-from gptlm.config.messages import in_user_words
+from gptlm.config.messages import all_in_user_words, in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import (
     name_layout,
@@ -25,7 +25,7 @@ from gptlm.config.resolving import (
     resolve_strategies,
 )
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims
 
@@ -160,26 +160,32 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     parsed = parse(PRETRAIN, argv)
     take_foreign_start(parsed)
     take_foreign_model(parsed)
-    dialect = resolve_dialect(parsed)
+    problems: list[str] = []
+    tried(lambda: resolve_dialect(parsed), problems)
     name_layout(parsed)
-    launch = resolve_processes(parsed, environment, printing)
+    launch = tried(lambda: resolve_processes(parsed, environment, printing), problems)
     resolve_strategies(parsed)
-    _resolve_weights(parsed)
-    source = find_model(parsed)
-    fields = resolve(parsed, source, printing, lambda: pretrain_problems(parsed, printing), dialect)
-    return PretrainRun(data=build(DataArguments, parsed.values), launch=launch, **fields)
+    tried(lambda: _resolve_weights(parsed), problems)
+    source = tried(lambda: find_model(parsed), problems)
+    fields = resolve(
+        parsed, source, printing, problems, lambda: pretrain_problems(parsed, printing), parsed.values["dialect"]
+    )
+    return PretrainRun(data=build(DataArguments, parsed.values), launch=launch or (), **fields)
 
 
 def resolve(
     parsed: Parsed,
-    source: ModelSource,
+    source: ModelSource | None,
     printing: bool,
+    problems: list[str],
     own_problems: Callable[[], Iterable[str]],
     dialect: str = "paddlenlp",
 ) -> dict[str, Any]:
     """The fields of `Run`, after every check.
 
     Args:
+        source: the model; None: it was not found, which `problems` says.
+        problems: what is known to be wrong already; everything else that is wrong is found before they are raised.
         own_problems: what can be wrong with this kind of run alone; called when everything is resolved.
         dialect: whose batches evaluations read.
 
@@ -187,20 +193,18 @@ def resolve(
         UsageError: listing everything that is wrong.
     """
     values = parsed.values
-    problems: list[str] = []
-    shape = _tried(lambda: resolve_shape(parsed, source), problems)
+    shape = tried(lambda: resolve_shape(parsed, source), problems) if source else None
     degrees = (values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"])
-    dims = _tried(lambda: ParallelDims.of(*degrees), problems)
-    if dims is None:  # nothing else can be told
-        raise UsageError(_in_user_words(problems, parsed))
-    resolve_degrees(parsed, dims)
-    if degrees_fit(values, dims):
-        _tried(lambda: resolve_batch(parsed, dims, dialect), problems)
+    dims = tried(lambda: ParallelDims.of(*degrees), problems) if (values["world_size"] or 0) > 0 else None
+    if dims is not None:
+        resolve_degrees(parsed, dims)
+        if degrees_fit(values, dims):
+            tried(lambda: resolve_batch(parsed, dims, dialect), problems)
     resolve_schedule(parsed)
     problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
-    if problems or shape is None:
+    if problems or source is None or shape is None or dims is None:
         reasons = parsed.refusals if parsed.refusals and not printing else problems
-        raise UsageError(_in_user_words(reasons, parsed))
+        raise UsageError(all_in_user_words(reasons, parsed))
     if source.kind == "flags":
         parsed.set("model_name_or_path", None, "derived: sizes are given")
     return {
@@ -212,24 +216,20 @@ def resolve(
         "dims": dims,
         "sources": parsed.sources,
         "notes": tuple(parsed.notes),
-        "refusals": (*parsed.refusals, *not_built(dims, values)),
+        "refusals": (*parsed.refusals, *(in_user_words(line, parsed) for line in not_built(dims, values))),
     }
 
 
 Found = TypeVar("Found")
 
 
-def _tried(step: Callable[[], Found], problems: list[str]) -> Found | None:
+def tried(step: Callable[[], Found], problems: list[str]) -> Found | None:
     """What `step` gives; where it raises, its message joins `problems`."""
     try:
         return step()
     except UsageError as error:
-        problems.append(str(error))
+        problems.append(error.marked)
         return None
-
-
-def _in_user_words(problems: Iterable[str], parsed: Parsed) -> str:
-    return "\n".join(in_user_words(problem, parsed) for problem in dict.fromkeys(problems))
 
 
 def with_epochs_counted(run: AnyRun, steps_per_epoch: int) -> AnyRun:
@@ -262,8 +262,9 @@ def _resolve_weights(parsed: Parsed) -> None:
         return
     if parsed.sources["model_name_or_path"] != "default" or not has_weights(Path(values["output_dir"])):
         raise UsageError(
-            f"evaluation without training needs weights: add --continue_training to use those of "
-            f"{values['model_name_or_path']}, or leave the model out and give the output_dir of a finished run"
+            f"evaluation without training needs weights: add --{named('continue_training')} to use those of "
+            f"{values['model_name_or_path']}, or leave the model out and give the {named('output_dir')} of a finished "
+            "run"
         )
     parsed.set("model_name_or_path", values["output_dir"], "derived: the model in output_dir")
     parsed.set("continue_training", True, "derived: the model in output_dir")

@@ -7,13 +7,12 @@ from typing import Any
 
 from gptlm.config import spellings
 from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
-from gptlm.config.checks import typed
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model, take_foreign_start
-from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
 from gptlm.config.resolving import resolve_strategies, resolve_world
-from gptlm.config.run import Run, resolve
+from gptlm.config.run import Run, resolve, tried
 from gptlm.config.shapes import ModelSource, find_model
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 from gptlm.model.adapter_files import CONFIG, check_fit, settings_of
 from gptlm.model.presets import Shape
 
@@ -92,7 +91,7 @@ def parse_merge(argv: Sequence[str]) -> MergeArguments:
 def resolve_merge(argv: Sequence[str]) -> Parsed:
     """The command with everything filled in. Raises UsageError listing everything that is wrong."""
     parsed = parse(MERGE, argv)
-    missing = [f"--{name} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
+    missing = [f"--{named(name)} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
     if missing:
         raise UsageError("\n".join(missing))
     take_foreign_model(parsed)
@@ -142,21 +141,34 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
     take_foreign_start(parsed)
     take_foreign_model(parsed)
     take_foreign_adapters(parsed)
-    resolve_world(parsed, environment, printing)
+    problems: list[str] = []
+    tried(lambda: resolve_world(parsed, environment, printing), problems)
     resolve_strategies(parsed)
-    source = find_model(parsed)
-    if source.shape is None:
-        raise UsageError("fine-tuning needs a model with weights: give --model_name_or_path")
-    _resolve_lengths(parsed, source)
-    differences = _resolve_adapters(parsed, source.shape, printing)
+    source = tried(lambda: _find_model(parsed), problems)
+    if source is not None and source.shape is not None:
+        _resolve_lengths(parsed, source.shape.max_position_embeddings)
+        problems += _resolve_adapters(parsed, source.shape, printing)
     _resolve_training(parsed)
-    fields = resolve(parsed, source, printing, lambda: [*differences, *_problems(parsed, source)])
+    fields = resolve(parsed, source, printing, problems, lambda: _problems(parsed, source))
     return SftRun(data=build(SftArguments, parsed.values), lora=build(LoraArguments, parsed.values), **fields)
 
 
-def _resolve_lengths(parsed: Parsed, source: ModelSource) -> None:
+def _find_model(parsed: Parsed) -> ModelSource:
+    source = find_model(parsed)
+    if source.shape is None:
+        raise UsageError(f"fine-tuning needs a model with weights: give --{named('model_name_or_path')}")
+    return source
+
+
+def _resolve_lengths(parsed: Parsed, positions: int) -> None:
+    """The longest sample; `max_length` is an upper limit, so the position table may be shorter."""
     values = parsed.values
-    positions = source.shape.max_position_embeddings if source.shape else 0
+    if values["max_length"] is not None and values["max_length"] > positions:
+        parsed.note(
+            f"{named('max_length')} {values['max_length']}: the position table has {positions} rows, samples are cut "
+            f"to {positions} tokens"
+        )
+        parsed.set("max_length", positions, f"derived: the position table, below max_length {values['max_length']}")
     if values["max_length"] is None:
         length = min(values["src_length"] + values["tgt_length"], positions)
         parsed.set("max_length", length, "derived: src_length + tgt_length, at most the position table")
@@ -180,8 +192,8 @@ def _resolve_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[str]
     if odd or not isinstance(settings.get("target_modules"), list):
         key = (odd or ["target_modules"])[0]
         return [
-            f"lora_path {folder}: its adapters have {key} = {settings.get(key)!r}, which fine-tuning here does not go "
-            "on from; merge them with scripts/merge_lora.py and start from the merged model"
+            f"{named('lora_path')} {folder}: its adapters have {key} = {settings.get(key)!r}, which fine-tuning here "
+            "does not go on from; merge them with scripts/merge_lora.py and start from the merged model"
         ]
     stored: dict[str, Any] = {
         "lora_rank": settings["r"],
@@ -216,34 +228,45 @@ def _resolve_training(parsed: Parsed) -> None:
         parsed.set("greater_is_better", metric in MORE_IS_BETTER, f"derived: {metric}")
 
 
-def _problems(parsed: Parsed, source: ModelSource) -> Iterator[str]:
+def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
     values = parsed.values
     least = {"src_length": 1, "tgt_length": 2, "max_length": 2, "lora_rank": 1, "generate_num": -1}
     for name, lowest in least.items():
-        if values[name] < lowest:
-            yield f"{typed(parsed, name)} {values[name]}: expected at least {lowest}"
+        if values[name] is not None and values[name] < lowest:
+            yield f"{named(name)} {values[name]}: expected at least {lowest}"
     if values["do_predict"] and not (values["do_train"] or values["do_eval"]):
-        yield "do_predict: fine-tuning data has no test split; use --do_eval"
+        yield f"{named('do_predict')}: fine-tuning data has no test split; use --{named('do_eval')}"
     elif values["do_predict"]:
         parsed.note("--do_predict has no effect: fine-tuning data has no test split")
     if not values["continue_training"]:
-        yield "continue_training is off: fine-tuning starts from a model's weights; pretraining starts from random ones"
-    width = source.shape.hidden_size if source.shape else 0
-    if values["lora"] and values["lora_rank"] > width:
-        yield f"lora_rank {values['lora_rank']}: the matrices have rank {width}, more is of no use; give less"
+        yield (
+            f"{named('continue_training')} is off: fine-tuning starts from a model's weights; pretraining starts from "
+            "random ones"
+        )
+    width = source.shape.hidden_size if source and source.shape else 0
+    if width and values["lora"] and values["lora_rank"] > width:
+        yield (
+            f"{named('lora_rank')} {values['lora_rank']}: the matrices have rank {width}, more is of no use; give less"
+        )
     if values["lora_alpha"] is not None and not values["lora_alpha"] > 0:
-        yield f"lora_alpha {values['lora_alpha']:g}: expected more than 0"
+        yield f"{named('lora_alpha')} {values['lora_alpha']:g}: expected more than 0"
     if not 0 <= values["lora_dropout"] < 1:
-        yield f"lora_dropout {values['lora_dropout']:g}: expected 0 or more and below 1"
+        yield f"{named('lora_dropout')} {values['lora_dropout']:g}: expected 0 or more and below 1"
     if not 0 <= values["lr_decay_ratio"] <= 1:
-        yield f"lr_decay_ratio {values['lr_decay_ratio']:g}: expected a share between 0 and 1"
+        yield f"{named('lr_decay_ratio')} {values['lr_decay_ratio']:g}: expected a share between 0 and 1"
     unknown = [name for name in values["lora_target_modules"] if name not in ("c_attn", "c_proj", "c_fc")]
     if unknown or not values["lora_target_modules"]:
-        yield f"lora_target_modules {' '.join(values['lora_target_modules'])}: expected some of c_attn, c_proj, c_fc"
+        yield (
+            f"{named('lora_target_modules')} {' '.join(values['lora_target_modules'])}: expected some of c_attn, "
+            "c_proj, c_fc"
+        )
     if values["auto_parallel"]:
-        yield "auto_parallel chooses layouts of pretraining; fine-tuning runs on replicas, leave it out"
+        yield f"{named('auto_parallel')} chooses layouts of pretraining; fine-tuning runs on replicas, leave it out"
     if values["paddle_compat"] and values["zero_padding"]:
-        yield "paddle_compat pads every example on the left, zero_padding packs without padding; use one"
+        yield (
+            f"{named('paddle_compat')} pads every example on the left, {named('zero_padding')} packs without padding; "
+            "use one"
+        )
     yield from _metric_problems(parsed)
 
 
@@ -252,11 +275,15 @@ def _metric_problems(parsed: Parsed) -> Iterator[str]:
     metric = (values["metric_for_best_model"] or "").removeprefix("eval_")
     known = (*LESS_IS_BETTER, *MORE_IS_BETTER)
     if metric and metric not in known:
-        yield f"metric_for_best_model {metric!r}: expected {', '.join(known)}"
+        yield f"{named('metric_for_best_model')} {metric!r}: expected {', '.join(known)}"
     if metric in GENERATED and (not values["eval_with_do_generation"] or values["generate_num"] == 0):
-        yield f"metric_for_best_model {metric} compares generated texts; use --eval_with_do_generation 1"
+        yield (
+            f"{named('metric_for_best_model')} {metric} compares generated texts; use "
+            f"--{named('eval_with_do_generation')} 1"
+        )
     if metric and values["greater_is_better"] != (metric in MORE_IS_BETTER) and metric in known:
-        yield f"greater_is_better {values['greater_is_better']}: of {metric} {_better(metric)} is better"
+        given = shown(values["greater_is_better"])
+        yield f"{named('greater_is_better')} {given}: of {metric} {_better(metric)} is better"
 
 
 def _better(metric: str) -> str:

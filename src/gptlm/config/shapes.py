@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gptlm.config.parser import Parsed
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 from gptlm.model.presets import (
     CHINESE,
     GPT2_VOCABULARY,
@@ -49,7 +49,9 @@ def find_model(parsed: Parsed) -> ModelSource:
     """
     name = parsed.values["model_name_or_path"]
     if name == "":
-        raise UsageError("model_name_or_path is empty; give a built-in name, a folder or a config .json file")
+        raise UsageError(
+            f"{named('model_name_or_path')} is empty; give a built-in name, a folder or a config .json file"
+        )
     unnamed = parsed.sources["model_name_or_path"] == "default"
     if name is None or (unnamed and all(parsed.values[size] is not None for size in SIZES[:3])):
         missing = [size for size in SIZES[:3] if parsed.values[size] is None]
@@ -67,7 +69,7 @@ def find_model(parsed: Parsed) -> ModelSource:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(
-            f"model_name_or_path {name!r} is neither a folder, nor a config .json file, nor a built-in name"
+            f"{named('model_name_or_path')} {name!r} is neither a folder, nor a config .json file, nor a built-in name"
             f"{hint or ';'} built-in are {', '.join(key for key in PRESETS if '/' not in key)}"
         )
     return ModelSource("preset", f"preset {name}", preset.shape, preset, preset.hub_id)
@@ -89,8 +91,8 @@ def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
             parsed.set(name, value, source.origin if source.shape else "derived: 4 x hidden_size")
         elif continuing and given != base.get(name):
             raise UsageError(
-                f"--{name} {given} contradicts the weights of {values['model_name_or_path']} ({base.get(name)}); "
-                "leave it out, or train from random weights with --continue_training 0"
+                f"--{named(name)} {given} contradicts the weights of {values['model_name_or_path']} "
+                f"({base.get(name)}); leave it out, or train from random weights with --{named('continue_training')} 0"
             )
     if parsed.sources["intermediate_size"] == source.origin and values["hidden_size"] != base.get("hidden_size"):
         parsed.set("intermediate_size", 4 * values["hidden_size"], "derived: 4 x hidden_size")
@@ -100,10 +102,11 @@ def resolve_shape(parsed: Parsed, source: ModelSource) -> Shape:
     shape = Shape(**{name: values[name] for name in (*SIZES, "vocab_size", "max_position_embeddings")})
     for name, size in asdict(shape).items():
         if size < 1:
-            raise UsageError(f"--{name} {size}: expected at least 1")
+            raise UsageError(f"--{named(name)} {size}: expected at least 1")
     if shape.hidden_size % shape.num_attention_heads:
         raise UsageError(
-            f"hidden_size {shape.hidden_size} is not a multiple of num_attention_heads {shape.num_attention_heads}; "
+            f"{named('hidden_size')} {shape.hidden_size} is not a multiple of {named('num_attention_heads')} "
+            f"{shape.num_attention_heads}; "
             f"{shape.hidden_size // shape.num_attention_heads * shape.num_attention_heads or shape.num_attention_heads}"
             " would be"
         )
@@ -114,7 +117,7 @@ def _resolve_vocabulary(parsed: Parsed, source: ModelSource, base: int | None) -
     given, continuing = parsed.values["vocab_size"], parsed.values["continue_training"]
     if given is not None:
         if continuing and base is not None and given < base:
-            raise UsageError(f"--vocab_size {given} is below the {base} rows of the weights; leave it out")
+            raise UsageError(f"--{named('vocab_size')} {given} is below the {base} rows of the weights; leave it out")
         return
     entries = _tokenizer_entries(parsed)
     if continuing and base is not None:
@@ -132,11 +135,15 @@ def _check_vocabulary(parsed: Parsed) -> None:
     """Tensor parallelism splits the rows of the embedding."""
     degree, size = max(parsed.values["tensor_parallel_degree"], 1), parsed.values["vocab_size"]
     if degree > size:
-        raise UsageError(f"vocab_size {size} is below tensor_parallel_degree {degree}: each process needs a row")
+        raise UsageError(
+            f"{named('vocab_size')} {size} is below {named('tensor_parallel_degree')} {degree}: each process needs a "
+            "row"
+        )
     if size % degree:
         parsed.note(
-            f"vocab_size {size} is split over tensor_parallel_degree {degree} with a row more on the first "
-            f"{size % degree}; a GPU multiplies multiples of 64 rows faster ({-(-size // 64 // degree) * 64 * degree})"
+            f"{named('vocab_size')} {size} is split over {named('tensor_parallel_degree')} {degree} with a row more "
+            f"on the first {size % degree}; a GPU multiplies multiples of 64 rows faster "
+            f"({-(-size // 64 // degree) * 64 * degree})"
         )
 
 
@@ -150,13 +157,13 @@ def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) ->
         else:
             parsed.set("max_position_embeddings", base, source.origin)
     elif parsed.values["continue_training"] and given != base:
-        raise UsageError(f"--max_position_embeddings {given} contradicts the weights ({base}); leave it out")
+        raise UsageError(f"--{named('max_position_embeddings')} {given} contradicts the weights ({base}); leave it out")
     positions = parsed.values["max_position_embeddings"]
     if length > positions:
         remedy = (
-            "random weights with a longer table (--continue_training 0)"
+            f"random weights with a longer table (--{named('continue_training')} 0)"
             if parsed.values["continue_training"]
-            else f"--max_position_embeddings {length}"
+            else f"--{named('max_position_embeddings')} {length}"
         )
         raise UsageError(
             f"{flag} {length} is longer than the position table of {positions}; use --{flag} {positions}, or {remedy}"

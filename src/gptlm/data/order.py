@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 
 DATA_ORDERS = ("paddlenlp", "megatron", "megatron-core", "fleetx")
 SEPARATE_BELOW = 0.80  # a last epoch used for less than this share is shuffled apart
@@ -54,12 +54,12 @@ def parse_split(split: str) -> tuple[float, float, float]:
     try:
         shares = [float(word) for word in split.split(separator)]
     except ValueError:
-        raise GptlmError(f"split {split!r}: expected numbers like 949,50,1 (train, valid, test)") from None
+        raise GptlmError(f"{named('split')} {split!r}: expected numbers like 949,50,1 (train, valid, test)") from None
     if len(shares) > 3:
-        raise GptlmError(f"split {split!r} has {len(shares)} shares; expected train, valid and test")
+        raise GptlmError(f"{named('split')} {split!r} has {len(shares)} shares; expected train, valid and test")
     shares += [0.0] * (3 - len(shares))
     if min(shares) < 0 or sum(shares) <= 0 or not np.isfinite(sum(shares)):
-        raise GptlmError(f"split {split!r}: shares must not be negative, and one must be above 0")
+        raise GptlmError(f"{named('split')} {split!r}: shares must not be negative, and one must be above 0")
     return shares[0], shares[1], shares[2]
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class ParallelDims:
         if world % model:
             fitting = -(-world // model) * model
             raise UsageError(
-                f"tensor_parallel_degree ({tensor}) x pipeline_parallel_degree ({pipeline}) = {model} does not divide "
-                f"the number of processes ({world}); launch {fitting}: torchrun --nproc_per_node {fitting} "
-                "scripts/run_pretrain.py ..., or lower the degrees"
+                f"{named('tensor_parallel_degree')} ({tensor}) x {named('pipeline_parallel_degree')} ({pipeline}) = "
+                f"{model} does not divide the number of processes ({world}); launch {fitting}: torchrun "
+                f"--nproc_per_node {fitting} scripts/run_pretrain.py ..., or lower the degrees"
             )
         return cls(world, tensor, pipeline)
 
