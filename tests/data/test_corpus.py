@@ -102,9 +102,16 @@ def test_utf16_and_cut_archives_are_named(tmp_path):
         list(read_texts(str(tmp_path / "cut.jsonl.gz")))
 
 
-def test_half_a_character_becomes_the_replacement_character(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}\n')
-    assert list(read_texts(str(tmp_path / "a.jsonl"))) == ["a\ufffd b 😀"]
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    """A whole pair is one character. `\\ud83d` alone is none; it is counted where broken documents are skipped."""
+    lines = ['{"text": "\\ud83d\\ude00"}', '{"text": "ab\\ud83d c"}', '{"text": "z"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    said = "a.jsonl, line 2: the text under 'text' is not valid Unicode .character 3.; mend it there"
+    with pytest.raises(GptlmError, match=said):
+        list(read_texts(str(tmp_path / "a.jsonl")))
+    (batch,) = read_batches([tmp_path / "a.jsonl"])
+    texts, bad = good_texts_of(batch, ["text"])
+    assert texts == [("😀",), ("z",)] and len(bad) == 1 and "line 2" in bad[0]
 
 
 def test_nested_too_deeply(tmp_path):

@@ -139,3 +139,22 @@ def test_records_without_an_answer_are_counted():
     records = [("1", {"src": "a", "tgt": " "}), ("2", {"src": "", "tgt": "b"}), ("3", unanswered)]
     found = read_examples(records, plain_conversation)
     assert found.examples == [[Turn("", "b")]] and found.left_out == {"without an answer": 2}
+
+
+@pytest.mark.parametrize(("form", "place"), [("lines", "line 2"), ("array", "record 2")])
+def test_half_a_surrogate_pair_is_named(tmp_path, form, place):
+    good = '{"src": "\\ud83d\\ude00", "tgt": "a"}'
+    for bad, where in (
+        ('{"src": "a", "tgt": "ab\\udc00"}', "under 'tgt' is not valid Unicode .character 3."),
+        (
+            '{"messages": [{"role": "user", "content": "\\uD800"}]}',
+            "under 'content' is not valid Unicode .character 1.",
+        ),
+        ('{"src": ["a", "\\ud800"], "tgt": ["a", "b"]}', "under 'src' is not valid Unicode .character 1."),
+    ):
+        content = f"{good}\n{bad}\n" if form == "lines" else f"[{good}, {bad}]"
+        (tmp_path / "train.json").write_text(content)
+        records = read_records(tmp_path / "train.json")
+        assert next(records)[1]["src"] == "😀"
+        with pytest.raises(GptlmError, match=f"train.json, {place}, {where}; mend it there"):
+            list(records)

@@ -195,6 +195,43 @@ def test_damaged_npy_pairs_are_named(tmp_path):
     refused("a_ids.npy does not exist")
 
 
+@pytest.mark.parametrize("layout", ["mmap", "lazy", "npy"])
+@pytest.mark.parametrize(
+    ("documents", "says"),
+    [
+        ([0, 1, 2, 3], "ends at 3, the file has 4 sequences .3 documents are listed."),
+        ([1, 2, 3, 4], "starts at 1, not at 0"),
+        ([0, 3, 1, 4], "goes back: document 2 begins before the one before it .at sequence 1 after 3."),
+        ([0, 1, 2, 3, 4, 5], "ends at 5"),
+        ([0, 4, 0, 4], "goes back"),
+        ([], "is empty"),
+    ],
+)
+def test_a_wrong_document_index_is_refused_by_every_reader(tmp_path, layout, documents, says):
+    write(tmp_path / "a", [[1, 2], [3], [4], [5, 6]], layout=layout)
+    index = tmp_path / ("a_idx.npz" if layout == "npy" else "a.idx")
+    entries = np.array(documents, np.int64)
+    if layout == "npy":
+        np.savez(index, lens=np.array([2, 1, 1, 2], np.int32), docs=entries)
+    else:  # the count of entries lies at byte 26 or 48, the entries at the end
+        content, at = index.read_bytes()[: -8 * 5], 26 if layout == "mmap" else 48
+        index.write_bytes(content[:at] + struct.pack("<Q", len(entries)) + content[at + 8 :] + entries.tobytes())
+    with pytest.raises(GptlmError, match=f"{index.name}: the document index {says}"):
+        open_tokens(str(tmp_path / "a"))
+
+
+def test_documents_without_tokens_are_read_and_named(shared, tmp_path, caplog, monkeypatch):
+    """megatron-core's tool repeats an entry for an empty text; its own files must stay readable."""
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    write(tmp_path / "a", [[1, 2], [3]], layout="npy")
+    np.savez(tmp_path / "a_idx.npz", lens=np.array([2, 1], np.int32), docs=np.array([0, 1, 1, 2]))
+    assert open_tokens(str(tmp_path / "a")).document_starts.tolist() == [0, 1, 1, 2]
+    assert "repeats 1 times (first at entry 2, value 1): these are documents without tokens" in caplog.text
+    caplog.clear()
+    prefix = shared / "cases" / "megatron" / "preprocess" / "new_eod_text_document"
+    assert len(open_tokens(str(prefix)).document_starts) == 71 and "documents without tokens" in caplog.text
+
+
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
 def test_every_integer_dtype_code_is_read(tmp_path, code, dtype):
     (tmp_path / "a.bin").write_bytes(np.array([1, 2, 3], dtype).tobytes())

@@ -61,6 +61,17 @@ def test_a_text_cannot_write_an_end_of_text_id(corpus, tokenizer):
         assert tokenizer.decode(last) == f"before {EOS} after"
 
 
+@pytest.mark.parametrize("backend", ["tokenizers", "gigatoken"])
+def test_a_text_that_ends_in_end_of_text_gets_no_second_one(corpus, tmp_path, tokenizer, backend):
+    texts = [f"one{EOS}", f"{EOS}two", EOS, f"three{EOS}{EOS}", f"four{EOS} "]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    _, tokens = corpus("a", eos=0, strip=False, allow=True, backend=backend)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert [list(map(int, tokens.get(i))) for i in range(5)] == [ids[0], ids[1] + [0], ids[2], ids[3], ids[4] + [0]]
+    _, tokens = corpus("b", eos=0, strip=False, allow=False, backend=backend)
+    assert [(tokens.get(i) == 0).sum() for i in range(5)] == [1] * 5  # spelled out, and one end each
+
+
 def test_white_space_is_kept_in_megatron_s_way(corpus, tokenizer):
     _, tokens = corpus("a", strip=False)
     assert len(tokens) == 302  # only the empty text is left out

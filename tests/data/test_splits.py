@@ -1,6 +1,7 @@
 """From --input_dir to datasets: the cache, blends, and everything refused before a model exists."""
 
 import json
+import logging
 import os
 
 import numpy as np
@@ -56,6 +57,65 @@ def test_a_damaged_cache_entry_is_built_again(corpus_folder, tmp_path):
     for file in tmp_path.glob("*.json"):
         file.write_text("{")
     assert (all_samples(build(corpora, cache)) == first).all()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense", b"PK\x03\x04", b"[]", b"null", b'{"of": 1, "arrays": 5}', b"\x93NUMPY"]
+)
+def test_nonsense_in_the_cache_is_built_again_and_said(corpus_folder, tmp_path, content, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    cache = IndexCache([tmp_path])
+    first = all_samples(build(corpora, cache))
+    good = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(good) == 5
+    for file in good:
+        caplog.clear()
+        file.write_bytes(content)
+        assert (all_samples(build(corpora, cache)) == first).all()
+        assert caplog.text.count("is damaged") == 1, file
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == good
+
+
+def test_an_array_of_another_entry_is_noticed(corpus_folder, tmp_path):
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    first = all_samples(build(corpora, IndexCache([tmp_path / "a"])))
+    build(corpora, IndexCache([tmp_path / "b"]), num_samples=9000)
+    (mine,) = (tmp_path / "a").glob("*_shuffle.npy")
+    (other,) = (tmp_path / "b").glob("*_shuffle.npy")
+    mine.write_bytes(other.read_bytes())
+    assert (all_samples(build(corpora, IndexCache([tmp_path / "a"]))) == first).all()
+
+
+def test_entries_of_older_versions_are_still_read(corpus_folder, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    build(corpora, IndexCache([tmp_path]))
+    (description,) = tmp_path.glob("*.json")
+    noted = json.loads(description.read_text())
+    description.write_text(json.dumps({**noted, "arrays": list(noted["arrays"])}))
+    monkeypatch.setattr(cache_module, "_store", None)
+    build(corpora, IndexCache([tmp_path]))
+    assert "damaged" not in caplog.text
+
+
+def test_files_reach_the_disk_before_their_names(tmp_path, monkeypatch):
+    """Else a crash of the machine leaves an empty file under a good name."""
+    calls = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (calls.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))
+    )
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"-> {b}"), replace(a, b)))
+    IndexCache([tmp_path]).load_or_build({"a": 1}, lambda: {"x": np.arange(3)})
+    assert [name.startswith("->") for name in calls] == [False, True, False] * 2
+    assert calls[2] == str(tmp_path) and calls[0].endswith(".incomplete")
+    calls.clear()
+    writer = IndexedTokensWriter(str(tmp_path / "a"), 100)
+    writer.add(np.array([1]), [1])
+    for path in writer.finish({}):
+        assert calls.index(f"{path}.incomplete") < calls.index(f"-> {path}") < len(calls) - 1
+    assert calls[-1] == str(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_passed_over(corpus_folder, tmp_path):

@@ -135,6 +135,7 @@ def test_ptb_and_the_ones_that_change_nothing():
         (b'{"text": "a b"}\n{"txt": "a b"}\n', 'line 2: expected an object with a text, like {"text"'),
         (b"plain words\n", "line 1: expected an object with a text"),
         (b'["a b"]', "line 1: expected an object with a text"),
+        (b'{"text": "a \\ud83d"}', "line 1 is not valid Unicode .character 3."),
         (b'{"text": ["a b"]}', "line 1: LAMBADA needs a text of two words"),
         (b'\n{"text": "alone"}', "line 2: LAMBADA needs a text of two words or more, found 'alone'"),
     ],

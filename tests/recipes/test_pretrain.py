@@ -540,6 +540,29 @@ def test_the_same_data_in_another_place_is_no_change_of_order(train, corpus_fold
     assert "seed was 42 in checkpoint-3, is 43 now: the samples to come are in another order" in capsys.readouterr().out
 
 
+def test_resuming_over_changed_text_of_the_same_lengths_is_said(train, corpus_folder, tmp_path, capsys):
+    shutil.copytree(corpus_folder / "mmap", tmp_path / "data")
+    train(data=tmp_path / "data")
+    cut_back_to(tmp_path / "out", 3)
+    manifest = tmp_path / "out" / "checkpoint-3" / "manifest.json"
+    noted = json.loads(manifest.read_text())
+    ids = np.fromfile(tmp_path / "data" / "c.bin", np.uint16)
+    ids[0] = (ids[0] + 1) % 500
+    ids.tofile(tmp_path / "data" / "c.bin")
+    capsys.readouterr()
+    train(data=tmp_path / "data")
+    lines = capsys.readouterr().out
+    assert lines.count("content was") == 1 and "the samples to come are of other text" in lines
+    assert "another order" not in lines
+    cut_back_to(tmp_path / "out", 3)
+    del noted["order"]["content"]  # as older versions wrote them
+    manifest.write_text(json.dumps(noted))
+    capsys.readouterr()
+    train(data=tmp_path / "data")
+    lines = capsys.readouterr().out
+    assert "content was" not in lines and lines.count("does not note the content of the token files") == 1
+
+
 def test_the_mean_loss_of_a_resumed_run_is_that_of_the_whole_run(train, tmp_path):
     whole, history = train(*NO_DROPOUT)
     assert whole["train_loss"] == pytest.approx(np.mean(losses(history)), abs=1e-6)

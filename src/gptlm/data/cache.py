@@ -1,18 +1,19 @@
 """Index arrays kept on disk between runs.
 
-An entry is named by the hash of everything its arrays depend on, is written under a temporary name and renamed, and
-counts only when its description, written last, is there. So readers never see half an entry, and two builders of the
-same entry do not disturb each other.
+An entry is named by the hash of everything its arrays depend on. Its files are written to the disk under temporary
+names and renamed, the description last, and an entry counts only if all are as the description says. So readers never
+see half an entry, and two builders of the same entry do not disturb each other.
 """
 
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from gptlm.data.durable import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class IndexCache:
         text = json.dumps(what, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         for folder in self.folders:
-            if (arrays := _load(folder, name)) is not None:
+            if (arrays := _load(folder, name, text)) is not None:
                 logger.info("index loaded from %s/%s", folder, name)
                 return arrays
         arrays = build()
@@ -58,27 +59,50 @@ def content_hash(array: np.ndarray) -> str:
     return digest.hexdigest()[:32]
 
 
-def _load(folder: Path, name: str) -> Arrays | None:
+def _load(folder: Path, name: str, what: str) -> Arrays | None:
+    """The arrays of an entry; None where it is missing, or (which is said) damaged."""
     description = folder / f"{name}.json"
     try:
-        names = json.loads(description.read_text(encoding="utf-8"))["arrays"]
-        return {key: np.load(folder / f"{name}_{key}.npy", mmap_mode="r") for key in names}
+        text = description.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("index %s is damaged (%s) and is built again", description, error)
         return None
+    try:
+        noted = json.loads(text)
+        if noted["of"] != json.loads(what) or not noted["arrays"]:
+            raise ValueError("it describes something else")
+        return {key: _load_array(folder / f"{name}_{key}.npy", noted["arrays"]) for key in noted["arrays"]}
+    except Exception as error:  # numpy and zipfile raise many kinds on bytes that mean nothing
+        reason = str(error) or type(error).__name__
+        logger.warning("index %s is damaged (%s) and is built again", description, reason)
+        return None
+
+
+def _load_array(path: Path, noted: list | dict) -> np.ndarray:
+    """One array, of the type and shape that the description notes (entries of older versions list names only)."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except EOFError:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes") from None
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path.name} is no array")
+    key = path.stem.partition("_")[2]
+    if isinstance(noted, dict) and noted[key] != _form(array):
+        raise ValueError(f"{path.name} holds {_form(array)} instead of {noted[key]}")
+    return array
+
+
+def _form(array: np.ndarray) -> list:
+    return [array.dtype.str, *array.shape]
 
 
 def _store(folder: Path, name: str, what: str, arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for key, array in arrays.items():
-        final = folder / f"{name}_{key}.npy"
-        temporary = final.with_suffix(f".{os.getpid()}.incomplete")
-        with open(temporary, "wb") as file:
+        with replacing(folder / f"{name}_{key}.npy") as file:
             np.save(file, array)
-        os.replace(temporary, final)
-    description = json.dumps({"of": json.loads(what), "arrays": list(arrays)}, indent=1)
-    temporary = folder / f"{name}.json.{os.getpid()}.incomplete"
-    temporary.write_text(description + "\n", encoding="utf-8")
-    os.replace(temporary, folder / f"{name}.json")
+    noted = {"of": json.loads(what), "arrays": {key: _form(array) for key, array in arrays.items()}}
+    with replacing(folder / f"{name}.json") as file:
+        file.write((json.dumps(noted, indent=1) + "\n").encode())

@@ -12,6 +12,7 @@ from typing import Any
 import zstandard
 
 from gptlm.data.readers import COMPRESSED, Batch, is_dataset, read_file, size_of, split_lines
+from gptlm.data.unicode import check_text
 from gptlm.errors import GptlmError
 
 RAW_DECODE = json.JSONDecoder().raw_decode  # json.loads without its search for white space
@@ -195,10 +196,5 @@ def _select(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(text, str):
             found = f"a {type(record[key]).__name__}" if key in record else f"only the keys {sorted(record)[:8]}"
             raise GptlmError(f"no text under {key!r}, found {found}; name the key with --json_key")
-        texts.append(text if text.isascii() else _whole_characters(text))
+        texts.append(check_text(text, f"the text under {key!r}"))
     return tuple(texts)
-
-
-def _whole_characters(text: str) -> str:
-    """JSON can spell half a character (a lone surrogate, common in web data), which no encoding has: U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptlm.data.unicode import ESCAPED, check_record
 from gptlm.errors import GptlmError
 
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "eval", "test")}
@@ -181,12 +182,14 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
     whole = _whole(text)
+    records: Iterator[tuple[str, Any]]
     if isinstance(whole, list):
-        yield from ((f"{path}, record {number}", record) for number, record in enumerate(whole, start=1))
-    elif whole is not None:
-        yield str(path), whole
+        records = ((f"{path}, record {number}", record) for number, record in enumerate(whole, start=1))
     else:
-        yield from _lines(text, path)
+        records = iter([(str(path), whole)]) if whole is not None else _lines(text, path)
+    if ESCAPED.search(text):
+        records = ((place, check_record(record, place)) for place, record in records)
+    yield from records
 
 
 def _whole(text: str) -> Any:

@@ -6,6 +6,7 @@ the tokens instead of loading them (the single .npz cannot be mapped). Byte layo
 PaddleNLP `paddlenlp/data`.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ START = len(MAGIC) + HEADER.itemsize  # 34 bytes
 # Codes 6 and 7 are floats whose width differs from writer to writer; no text corpus has them.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCABULARY = 65500  # below this many entries every id fits uint16 with room, as in the originals
+BLOCKS, BLOCK_TOKENS = 64, 2048  # of the ids that their fingerprint looks at
 SCAN_TOKENS = 1 << 24  # tokens looked at in one piece when ids are checked
 
 
@@ -110,6 +112,7 @@ def _open_mmap(prefix: str, index_path: Path, tokens_path: Path) -> IndexedToken
     pointers = raw[START + 4 * n : START + 12 * n].view("<i8")
     documents = raw[START + 12 * n : expected].view("<i8")
     _check_sizes(index_path, sizes)
+    _check_documents(index_path, documents, n)
     starts = sequence_starts(sizes)
     if not np.array_equal(starts * dtype.itemsize, pointers):
         raise GptlmError(f"{index_path}: the byte pointers are not the running sum of the lengths; preprocess again")
@@ -140,6 +143,7 @@ def _open_tnt(prefix: str, index_path: Path, tokens_path: Path) -> IndexedTokens
     if not np.array_equal(starts, offsets[:-1]):
         raise GptlmError(f"{index_path}: the offsets are not the running sum of the lengths; preprocess again")
     documents = raw[expected - 8 * m :].view("<i8")
+    _check_documents(index_path, documents, n)
     return IndexedTokens(
         prefix, tokens_path, _map_tokens(tokens_path, index_path, dtype, sizes), sizes, starts, documents
     )
@@ -209,6 +213,7 @@ def _arrays(
     if documents.ndim != 1 or documents.dtype.kind not in "iu":
         raise GptlmError(f"{index_path}: 'docs' is {documents.dtype} of shape {documents.shape}; expected 1-D integers")
     _check_sizes(index_path, sizes)
+    _check_documents(index_path, documents, len(sizes))
     if (total := int(sizes.sum(dtype=np.int64))) != len(tokens):
         raise GptlmError(
             f"{tokens_path} holds {len(tokens)} tokens, {index_path} describes {total}: "
@@ -230,6 +235,34 @@ def _check_sizes(path: Path, sizes: np.ndarray) -> None:
         raise GptlmError(f"{path}: sequence {int(np.argmin(sizes))} has length {int(sizes.min())}; preprocess again")
 
 
+def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
+    """The document index runs from 0 to `sequences` and never goes back. An entry that repeats is a document without
+    tokens, as megatron-core's preprocessing writes for empty texts."""
+    if len(documents) == 0:
+        raise GptlmError(f"{path}: the document index is empty, it must run from 0 to {sequences}; preprocess again")
+    first, last = int(documents[0]), int(documents[-1])
+    if first != 0:
+        raise GptlmError(f"{path}: the document index starts at {first}, not at 0; preprocess again")
+    steps = np.diff(documents.astype(np.int64, copy=False))
+    if len(steps) and int(steps.min()) < 0:
+        fall = int(np.argmax(steps < 0)) + 1
+        raise GptlmError(
+            f"{path}: the document index goes back: document {fall} begins before the one before it (at sequence "
+            f"{int(documents[fall])} after {int(documents[fall - 1])}); preprocess again"
+        )
+    if last != sequences:
+        raise GptlmError(
+            f"{path}: the document index ends at {last}, the file has {sequences} sequences "
+            f"({len(documents) - 1} documents are listed); preprocess again, or merge its parts again"
+        )
+    if empty := int((steps == 0).sum()):
+        entry = int(np.argmax(steps == 0)) + 1
+        logger.warning(
+            "%s: the document index repeats %d times (first at entry %d, value %d): these are documents without tokens",
+            path, empty, entry, int(documents[entry]),
+        )  # fmt: skip
+
+
 def sequence_starts(sizes: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(sizes), dtype=np.int64)
     np.cumsum(sizes[:-1], dtype=np.int64, out=starts[1:])
@@ -243,6 +276,15 @@ def id_range(tokens: IndexedTokens) -> tuple[int, int]:
         piece = tokens.tokens[start : start + SCAN_TOKENS]
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
     return low, high
+
+
+def content_fingerprint(tokens: IndexedTokens) -> str:
+    """A hash of the number of ids and of 64 evenly spaced blocks of them, whatever the format they are stored in."""
+    digest = hashlib.sha256(str(len(tokens.tokens)).encode())
+    last = max(0, len(tokens.tokens) - BLOCK_TOKENS)
+    for start in sorted({last * k // (BLOCKS - 1) for k in range(BLOCKS)}):
+        digest.update(tokens.tokens[start : start + BLOCK_TOKENS].astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def first_bad_token(tokens: IndexedTokens, vocab_size: int) -> tuple[int, int, int] | None:

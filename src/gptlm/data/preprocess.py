@@ -25,7 +25,7 @@ class EncodeSettings:
     Attributes:
         tokenizer_file: a tokenizer.json.
         keys: JSON keys to encode, each into its own corpus.
-        eos_id: id appended to every document, or None.
+        eos_id: id appended to every document that does not end with it, or None.
         strip: remove white space at both ends of a text (PaddleNLP does, Megatron does not).
         allow_special_tokens: let a text that spells a special token, such as <|endoftext|>, become its id.
         skip_bad: leave out documents that cannot be read instead of stopping.
@@ -104,7 +104,11 @@ def _sequences(settings: EncodeSettings, texts: list[str]) -> Sequences:
     firsts = np.flatnonzero(np.diff(owner, prepend=-1))
     if settings.eos_id is not None and len(owner):
         lasts = np.append(firsts[1:], len(owner)) - 1
-        ids = np.insert(ids, np.cumsum(lengths)[lasts], settings.eos_id)
+        ends = np.cumsum(lengths)[lasts]
+        if settings.allow_special_tokens:  # a text may write the end-of-text id itself
+            lacking = ids[ends - 1] != settings.eos_id
+            lasts, ends = lasts[lacking], ends[lacking]
+        ids = np.insert(ids, ends, settings.eos_id)
         lengths[lasts] += 1
     if settings.level == "document" and len(owner):
         lengths, firsts = np.add.reduceat(lengths, firsts), np.arange(len(firsts))

@@ -5,9 +5,11 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
+from gptlm.data.durable import flush_folder
 from gptlm.data.indexed import (
     DTYPES,
     HEADER,
@@ -101,8 +103,7 @@ class IndexedTokensWriter:
         index_temporary = _temporary(self.index_path)
         with open(index_temporary, "wb") as file:
             self._write_index(file)
-            file.flush()
-            os.fsync(file.fileno())
+            _flush(file)
         facts = {
             **metadata,
             "vocab_size": self.vocab_size,
@@ -113,12 +114,16 @@ class IndexedTokensWriter:
         }
         metadata_temporary = _temporary(metadata_path(self.prefix))
         # ASCII escapes: under a C locale a path may hold bytes that UTF-8 text cannot
-        metadata_temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        with open(metadata_temporary, "w", encoding="utf-8") as text:
+            text.write(json.dumps(facts, indent=1) + "\n")
+            _flush(text)
         # The index last: without it the pair does not open.
         self.index_path.unlink(missing_ok=True)
         os.replace(_temporary(self.tokens_path), self.tokens_path)
         os.replace(metadata_temporary, metadata_path(self.prefix))
+        flush_folder(self.tokens_path.parent)
         os.replace(index_temporary, self.index_path)
+        flush_folder(self.index_path.parent)
         return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
 
     def abandon(self) -> None:
@@ -129,8 +134,7 @@ class IndexedTokensWriter:
 
     def _close(self) -> None:
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            _flush(self._file)
             self._file.close()
 
     def _write_index(self, file) -> None:
@@ -157,6 +161,11 @@ class IndexedTokensWriter:
         """A version-1 .npy header for `total` tokens, always 128 bytes so that it can be rewritten at the end."""
         text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.total},), }}"
         return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
+
+
+def _flush(file: IO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _temporary(path: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from gptlm.data.unicode import check_text
 from gptlm.errors import GptlmError
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Row, Score, Tokens, Windows
@@ -164,7 +165,7 @@ def _cloze_text(line: str, place: str) -> str:
         raise GptlmError(f'{place}: expected an object with a text, like {{"text": "..."}}') from error
     if not isinstance(text, str) or len(text.split()) < 2:
         raise GptlmError(f"{place}: LAMBADA needs a text of two words or more, found {str(text)[:40]!r}")
-    return text
+    return check_text(text, place)
 
 
 def _cloze_rows(texts: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> list[ClozeRow]:

@@ -60,7 +60,6 @@ def check(arguments: PrefixArguments) -> None:
         GptlmError: naming the first thing that is wrong.
     """
     tokens, facts = _open(arguments)
-    _check_documents(tokens)
     vocab_size = arguments.vocab_size or facts.get("vocab_size")
     low, high = id_range(tokens)
     bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
@@ -75,15 +74,6 @@ def check(arguments: PrefixArguments) -> None:
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
     print(f"{tokens.prefix} is whole: {counts}, ids {low} to {high} ({known})")
-
-
-def _check_documents(tokens: IndexedTokens) -> None:
-    documents = tokens.document_starts
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(tokens):
-        raise GptlmError(f"{tokens.prefix}: the document index does not run from 0 to {len(tokens)}; preprocess again")
-    falls = np.flatnonzero(np.diff(documents) < 0)
-    if len(falls):
-        raise GptlmError(f"{tokens.prefix}: document {int(falls[0]) + 1} begins before the one before it")
 
 
 def stats(arguments: PrefixArguments) -> None:
@@ -115,12 +105,11 @@ def copy(arguments: CopyArguments) -> None:
         GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
     """
     prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
-    for prefix in prefixes:
-        _check_documents(open_tokens(prefix))
+    opened = {prefix: open_tokens(prefix) for prefix in prefixes}
     prefixes = _shards_in_order(prefixes)
     if Path(arguments.output_prefix or "").resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise GptlmError(f"--output_prefix {arguments.output_prefix} is one of the inputs; give another")
-    sources = [open_tokens(prefix) for prefix in prefixes]
+    sources = [opened[prefix] for prefix in prefixes]
     facts = [read_metadata(prefix) for prefix in prefixes]
     prints = {fact.get("tokenizer_fingerprint") for fact in facts if fact}
     if len(prints) > 1:

@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
+from gptlm.data.unicode import check_text
 from gptlm.errors import GptlmError
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
@@ -141,10 +142,7 @@ def _prompts(arguments: PredictArguments) -> list[str]:
     else:
         found = _read(Path(arguments.input_file))
     for place, text in found:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half of a pair of UTF-16, bytes of another encoding
-            raise GptlmError(f"{place} is not valid Unicode (character {error.start + 1}); mend it there") from error
+        check_text(text, place)
     return [text for _, text in found]
 
 

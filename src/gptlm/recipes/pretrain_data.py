@@ -1,6 +1,7 @@
 """The data of a pretraining run: how many samples, checked datasets, what fixes their order."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gptlm.data.blend import BlendedDataset
 from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.collate import DocumentCollator, collate_blocks
+from gptlm.data.indexed import content_fingerprint
 from gptlm.data.splits import (
     SPLITS,
     Corpus,
@@ -131,11 +133,16 @@ def _needs_documents(run: PretrainRun) -> bool:
 
 
 def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[str, Any]:
-    """What fixes the sample order; a resumed run with other facts would read other samples."""
+    """What fixes the sample order; a resumed run with other facts would read other samples.
+
+    The content is known to rank 0 alone, which notes and compares the facts: other ranks may need no tokens at all.
+    """
     if dataset is None:
         return {}
     parts = getattr(dataset, "datasets", [dataset])
-    return {
+    reads = int(os.environ.get("RANK", 0)) == 0
+    content = {"content": [content_fingerprint(part.tokens) for part in parts]} if reads else {}
+    return content | {
         "data_order": run.data.data_order,
         "data": [content_hash(part.tokens.sizes) for part in parts],
         "max_seq_length": run.data.max_seq_length,

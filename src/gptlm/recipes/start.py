@@ -18,6 +18,9 @@ from gptlm.training import checkpoint
 
 logger = logging.getLogger(__name__)
 
+MEANINGS = {"content": "the token files were changed, the samples to come are of other text"}
+UNNOTED = {"content": "does not note the content of the token files: whether they are still the same is not checked"}
+
 
 def check_output(flag: str, folder: Path) -> None:
     """Find out now, not at the first checkpoint, that nothing can be written.
@@ -143,7 +146,10 @@ def settings(run: Run) -> dict[str, Any]:
 def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
     """One line per value that is not what it was when the checkpoint was written, as far as that was noted."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
+        noted = start.facts.get(kind) or {}
         for name, value in facts[kind].items():
-            before = start.facts.get(kind, {}).get(name)
-            if before != value and start.facts.get(kind):
-                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, value, meaning)
+            if name in UNNOTED and noted and name not in noted:
+                logger.info("%s %s", start.path.name, UNNOTED[name])
+            elif noted and noted.get(name) != value:
+                meant = MEANINGS.get(name, meaning)
+                logger.warning("%s was %s in %s, is %s now: %s", name, noted.get(name), start.path.name, value, meant)
