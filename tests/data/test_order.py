@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from gptlm.data.blend import BlendedDataset, blend_order, blend_size, normalise, part_samples
+from gptlm.data import blend
+from gptlm.data.blend import BlendedDataset, _compiled, _loop, blend_order, blend_size, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
+from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order, count_epochs, parse_split, split_bounds
 from gptlm.errors import GptlmError
@@ -92,10 +95,10 @@ def test_a_blend_ends_where_a_part_does():
         weights = normalise(rng.rand(rng.randint(2, 6)))
         wanted = int(rng.randint(1, 200))
         parts = [np.arange(part_samples(wanted, weight)) for weight in weights]
-        blend = BlendedDataset(parts, weights, blend_size(wanted, weights))
-        assert wanted <= len(blend) <= blend_size(wanted, weights)
-        cut += len(blend) < blend_size(wanted, weights)
-        assert [blend[i] for i in range(len(blend))]
+        mixed = BlendedDataset(parts, weights, blend_size(wanted, weights))
+        assert wanted <= len(mixed) <= blend_size(wanted, weights)
+        cut += len(mixed) < blend_size(wanted, weights)
+        assert [mixed[i] for i in range(len(mixed))]
     assert cut
 
 
@@ -308,3 +311,46 @@ def test_fleetx_cases_are_bit_identical(shared):
         assert order.shuffle.tolist() == case["shuffle_idx"] and len(order.shuffle) == case["length"]
         checks += 4
     assert checks >= 20
+
+
+def test_the_compiled_loop_of_a_blend_is_the_loop_of_the_originals():
+    """Bit for bit, ties included: weights of few values tie all the time; up to 254 corpora."""
+    compiled = _compiled()
+    assert compiled is not None  # CI has a C compiler
+    rng = np.random.RandomState(0)
+    for number, count in enumerate([1, 2, 3, 10, 254, *rng.randint(2, 30, 40)]):
+        weights = np.array(normalise((rng.rand(count) ** 3 if number % 2 else rng.randint(1, 5, count)).tolist()))
+        for mine, wanted in zip(compiled(weights, 2000), _loop(weights, 2000), strict=True):
+            assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted)
+    assert [array.tolist() for array in compiled(np.array([0.5, 0.5]), 0)] == [[], []]
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "echo"])  # missing, failing, writing nothing
+def test_without_a_compiler_a_blend_takes_python(compiler, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="gptlm")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(blend, "COMPILED_FROM", 10)
+    _compiled.cache_clear()
+    try:
+        parts, samples = blend_order([0.25, 0.75], 8)
+        blend_order([0.25, 0.75], 8)
+        blend_order([0.25, 0.75], 10)
+        blend_order([0.25, 0.75], 10)
+    finally:
+        _compiled.cache_clear()
+    # lags at i = 0: 0.25, 0.75 -> 1; 1: 0.25, -0.25 -> 0; 2: -0.5, 0.5 -> 1; 3: -0.25, 0.25 -> 1; 4: 0, 0 -> 0 (tie)
+    assert parts.tolist() == [1, 0, 1, 1, 0, 1, 1, 1] and samples.tolist() == [0, 0, 1, 2, 1, 3, 4, 5]
+    assert caplog.text.count("computed in Python") == 1
+
+
+def test_the_order_of_a_blend_is_kept(tmp_path, monkeypatch):
+    parts, weights = [range(700), range(400)], [0.7, 0.3]
+    first = BlendedDataset(parts, weights, 1000, IndexCache([tmp_path]))
+    monkeypatch.setattr(blend, "blend_order", None)
+    again = BlendedDataset(parts, weights, 1000, IndexCache([tmp_path]))
+    assert (first.parts == again.parts).all() and (first.samples == again.samples).all()
+    monkeypatch.undo()
+    BlendedDataset(parts, [0.7 + 1e-16 + 1e-16, 0.3], 1000, IndexCache([tmp_path]))  # other weights, another entry
+    BlendedDataset(parts, weights, 999, IndexCache([tmp_path]))
+    assert len(list(tmp_path.glob("*.json"))) == 3

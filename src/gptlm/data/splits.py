@@ -146,7 +146,7 @@ def build_split(
         BlockDataset(corpus.tokens, _cached_order(corpus, split, n, seq_length, seed, cache, data_order))
         for corpus, n in zip(present, wanted, strict=True)
     ]
-    return BlendedDataset(parts, weights, blend_size(num_samples, weights, data_order))
+    return BlendedDataset(parts, weights, blend_size(num_samples, weights, data_order), cache)
 
 
 def _cached_order(
