@@ -158,6 +158,17 @@ def test_broken_documents_can_be_skipped(work):
     assert len(open_tokens(str(work / "some" / "x"))) == 2
 
 
+def test_data_without_an_end_of_document_is_named(work, monkeypatch, capfd):
+    monkeypatch.chdir(work)
+    words = "preprocess --input_path letters.txt --model_name tok --output_prefix ends/x".split()
+    assert main(words) == 0
+    said = capfd.readouterr()
+    said = said.out + said.err
+    assert said.count("of 256 documents looked at, 0 end with the tokenizer's end-of-text id 0") == 1, said
+    assert main([*words, "--append_eos"]) == 0
+    assert "documents looked at" not in "".join(capfd.readouterr())
+
+
 def test_text_under_a_c_locale(work):
     (work / "zh.jsonl").write_text('{"text": "今天天气很好"}\n' * 30, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 
@@ -13,6 +14,8 @@ from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
 from gptlm.data.splits import build_split, open_corpora
+from gptlm.data.writer import IndexedTokensWriter
+from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes import pretrain_data
 from tests.conftest import write_tokens
 
@@ -104,6 +107,39 @@ def test_check_and_stats(tmp_path, capsys):
     (tmp_path / "a.idx").write_bytes(bytes(content))
     code, _, err = run(capsys, "check", tmp_path / "a")
     assert code == 1 and "document 9 begins before" in err
+
+
+def test_a_foreign_end_of_document_is_named(tmp_path, capsys):
+    """The tokenizer noted beside the data says which id is right; without a note any shared id is."""
+    writer = IndexedTokensWriter(str(tmp_path / "a"), 500)
+    for i in range(1, 31):
+        writer.add(np.array([i, 2 * i, 0]), [3])
+    writer.finish({"eos_token_id": 499})
+    for tool, more in (("check", ()), ("stats", ()), ("merge", ("--output_prefix", tmp_path / "m"))):
+        words = ("--input", tmp_path / "a") if more else (tmp_path / "a",)
+        code, out, _ = run(capsys, tool, *words, *more)
+        assert code == 0 and out.count("warning: ") == 1
+        assert "of 30 documents looked at, 30 end with id 0, the tokenizer's end-of-text id is 499" in out
+    (tmp_path / "a.meta.json").unlink()
+    assert "warning" not in run(capsys, "check", tmp_path / "a")[1]
+
+
+def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    write_tokens(tmp_path / "a", documents=300)
+    words = f"--model_name_or_path {tiny_model} --input_dir {tmp_path}/a --output_dir {tmp_path}/o --max_steps 6"
+    resolved = parse_pretrain([*words.split(), "--do_train"], {})
+    corpora = open_corpora(f"{tmp_path}/a", "1,0,0")
+    tokenizer = train_tokenizer(["a b"] * 9, 260)
+    pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
+    assert caplog.text.count("end with the tokenizer's end-of-text id 0: a model cannot learn") == 1
+    caplog.clear()
+    pretrain_data.say_missing_ends(resolved, corpora, None)
+    assert caplog.text.count("of 256 documents looked at, ") == 1 and "other ids" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
+    assert not caplog.text
 
 
 def test_index_builds_what_training_will_look_for(tiny_model, tmp_path, capsys, monkeypatch):

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.tools import PreprocessJob
 from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
 from gptlm.data.encoder import TextEncoder
+from gptlm.data.endings import missing_end
+from gptlm.data.indexed import open_tokens
 from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
 from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
@@ -73,6 +75,10 @@ def preprocess(job: PreprocessJob) -> list[Path]:
             for writer in writers:
                 writer.abandon()
     _say_result(progress, writers, written, sharded=job.shard != (1, 1))
+    for writer in writers:
+        problem = missing_end(open_tokens(writer.prefix), tokenizer.eos_token_id) if writer.total else None
+        if problem:
+            logger.warning("%s", problem)
     return written
 
 

@@ -22,6 +22,7 @@ from gptlm.recipes.pretrain_data import (
     sample_counts,
     say_blend,
     say_data,
+    say_missing_ends,
     served,
     steps_per_epoch,
     window,
@@ -73,6 +74,7 @@ def _run(
     datasets = build_datasets(run, corpora, arguments)
     say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
+    say_missing_ends(run, corpora, tokenizer)
     say_run(run, sample_counts(run)["train"], run.data.max_seq_length)
     set_seed(training.seed)
     mesh = Mesh(run.dims) if run.dims.shares_replicas else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Subset
+from transformers import PreTrainedTokenizerBase
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import TEST_FACTOR, PretrainRun
@@ -14,6 +15,7 @@ from gptlm.data.blend import BlendedDataset
 from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.collate import DocumentCollator, collate_blocks
+from gptlm.data.endings import missing_end
 from gptlm.data.indexed import content_fingerprint
 from gptlm.data.splits import (
     SPLITS,
@@ -164,6 +166,16 @@ def say_data(run: PretrainRun, corpora: list[Corpus]) -> None:
             for first, last in [corpus.sequences(split)]
         )
         logger.info("data %s (weight %.3g): %s", corpus.tokens.prefix, corpus.weight, counts)
+
+
+def say_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """One warning per corpus whose documents do not end with the end-of-text id; rank 0 looks, as for `order_facts`."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    for corpus in corpora:
+        eos_id = tokenizer.eos_token_id if tokenizer else corpus.metadata.get("eos_token_id")
+        if corpus.weight > 0 and (problem := missing_end(corpus.tokens, eos_id)):
+            logger.warning("%s", problem)
 
 
 def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None) -> None:
