@@ -241,6 +241,15 @@ def test_warm_up():
     assert found["run"]["warmup_steps"] == 30 and any("warmup_steps 30 wins" in note for note in found["notes"])
 
 
+def test_flags_of_training_without_do_train_are_named():
+    says = "nothing is trained, although --max_steps is given: --do_predict without --do_train only evaluates"
+    assert says in resolve(BASE + "--do_predict --continue_training")["notes"]
+    assert not any(
+        "nothing is trained" in note
+        for note in resolve(BASE + "--do_predict --continue_training --do_train 0")["notes"]
+    )
+
+
 def test_what_is_done_when_nothing_is_said():
     assert resolve(BASE)["run"]["do_train"] is True
     assert resolve(BASE + "--do_eval --continue_training")["run"]["do_train"] is False

@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import EOS, fingerprint, load_gpt2_files, load_tokenizer, train_tokenizer
@@ -85,3 +87,28 @@ def test_gpt2_s_own_ids(shared):
     assert (len(tokenizer), tokenizer.eos_token_id) == (50257, 50256)
     tokenizer.backend_tokenizer.encode_special_tokens = True
     assert tokenizer.backend_tokenizer.encode(EOS).ids == [27, 91, 437, 1659, 5239, 91, 29]  # OpenAI's own BPE
+
+
+def word_level(folder, *words):
+    """A tokenizer of single characters or words, of which all others are unknown."""
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("words", [(), ("one",)])
+def test_a_tokenizer_that_cannot_encode_text_is_refused(tmp_path, words):
+    """By stock code every word of the sentence is unknown or vanishes."""
+    with pytest.raises(GptlmError, match=rf"words cannot encode text: .*its vocabulary has {2 + len(words)} entries"):
+        load_tokenizer(word_level(tmp_path / "words", *words))
+    (tmp_path / "vocab.json").write_text(json.dumps({EOS: 0}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(GptlmError, match=r"vocab.json cannot encode text: .*has 1 entries"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("words", ["天地玄黃宇宙洪荒", "ACGT"])
+def test_vocabularies_of_another_language_or_of_none_are_accepted(tmp_path, words):
+    assert len(load_tokenizer(word_level(tmp_path, *words))) == 2 + len(words)

@@ -10,12 +10,14 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlm.config.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
+from gptlm.model.adapter_card import write_card
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft import sft
 from gptlm.recipes.sft_data import load_data
@@ -561,3 +563,106 @@ def test_an_absurd_rank_is_refused_and_one_mistake_gives_one_message(model):
         with pytest.raises(UsageError) as caught:
             parse_sft([*argv, *words], {})
         assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("content", ["[]", json.dumps([{"src": "the cat", "tgt": " "}] * 3)])
+def test_a_named_evaluation_file_without_examples_is_an_error(tune, tmp_path, content):
+    """It is never replaced by training examples; neither is the only one that can be evaluated."""
+    (tmp_path / "empty.json").write_text(content)
+    with pytest.raises(GptlmError, match=r"no examples to evaluate on in .*empty.json; give another file"):
+        tune("--do_eval", "--eval_dataset_name_or_path", tmp_path / "empty.json")
+    with pytest.raises(GptlmError, match=r"no examples to evaluate on in .*empty.json"):
+        tune("--do_train", 0, "--do_eval", data=tmp_path / "empty.json")
+
+
+def test_an_unusable_dev_file_in_the_folder_is_named(tune, tmp_path, capfd):
+    (tmp_path / "train.json").write_text(json.dumps(ROWS))
+    (tmp_path / "dev.json").write_text("[]")
+    metrics, _ = tune("--do_eval", "--max_steps", 1, "--generate_num", 0, data=tmp_path)
+    said = "".join(capfd.readouterr())
+    assert "dev.json holds no example with an answer: training examples are held out instead" in said
+    assert f"train: {len(ROWS) - 1} examples of {tmp_path}/train.json" in said and "eval_loss" in metrics
+    with pytest.raises(GptlmError, match=r"no examples to evaluate on in .*dev.json"):
+        tune("--do_train", 0, "--do_eval", data=tmp_path)
+
+
+def test_evaluation_data_is_never_trained_on(tune, model, tmp_path, capfd):
+    """A folder with a file for evaluation alone serves evaluation; several files for one use are named."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "dev.json").write_text(json.dumps(ROWS[:5]))
+    with pytest.raises(GptlmError, match=r"holds dev.json but no train.json"):
+        tune(data=folder)
+    few = ["--do_train", 0, "--do_eval", "--generate_num", 0]
+    assert tune(*few, data=folder)[0]["eval_loss"] == pytest.approx(by_hand(model, ROWS[:5])[0], abs=1e-5)
+    (folder / "valid.jsonl").write_text(json.dumps(ROWS[7]))
+    named = ["--eval_dataset_name_or_path", folder]
+    assert tune(*few, *named)[0]["eval_loss"] == pytest.approx(by_hand(model, ROWS[:5])[0], abs=1e-5)
+    assert "dev.json is read; valid.jsonl in the same folder: ignored" in "".join(capfd.readouterr())
+
+
+def test_an_id_beyond_the_vocabulary_names_the_example(tune, model, tmp_path, capfd):
+    """The third example alone has the word; the ids of the tokenizer have a gap before it."""
+    shutil.copytree(model, tmp_path / "gap")
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["vocab"]["\u0120cat"] = 5000
+    (tmp_path / "gap" / "tokenizer.json").write_text(json.dumps(content))
+    rows = [{"src": "on a ", "tgt": "mat"}, {"src": "on a ", "tgt": "dogs"}, {"src": "the cat ", "tgt": "sat"}]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    with pytest.raises(GptlmError, match=r"d.json, example 3 \(prompt 'the cat '\): the tokenizer gives id 5000"):
+        tune(data=tmp_path / "d.json", base=tmp_path / "gap")
+
+
+def test_rows_that_the_model_lacks_are_named_and_saved_with_adapters(tune, model, tmp_path, capfd):
+    """A tokenizer of one entry more than the model has: a new row for it, which the adapters bring along."""
+    folder = tmp_path / "more"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    entries = len(tokenizer)
+    tokenizer.add_tokens("<user>")
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "d.json").write_text(json.dumps([{"src": "<user> cat ", "tgt": "dogs"}] * 4))
+    tune("--lora", "--tokenizer_name_or_path", folder, data=tmp_path / "d.json")
+    said = f"has {entries + 1} entries, the model's embedding {entries} rows: 1 new rows start from random values"
+    assert said in "".join(capfd.readouterr())
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["trainable_token_indices"] == {
+        "wte": [entries]
+    }
+
+
+def test_flags_that_need_training_without_do_train(model):
+    """As in transformers, --do_eval alone trains nothing."""
+    argv = ["--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o", "--do_eval"]
+    typed = [*argv, "--max_steps", "40", "--learning_rate", "1e-3"]
+    says = "nothing is trained, although --max_steps, --learning_rate is given: --do_eval without --do_train only "
+    says += "evaluates"
+    assert says in parse_sft(typed, {}).notes
+    assert not any("nothing is trained" in note for words in (["--do_train", "0"], ["--do_train"])
+                   for note in parse_sft([*typed, *words], {}).notes)  # fmt: skip
+    with pytest.raises(UsageError, match="--merge_weights merges the adapters that a run trains, this one trains none"):
+        parse_sft([*argv, "--lora", "--merge_weights"], {})
+    words = ["--do_train", "--do_eval", "0", "--eval_dataset_name_or_path", "x.json"]
+    says = "--eval_dataset_name_or_path x.json has no effect: do_eval is off"
+    assert says in parse_sft([*argv, *words], {}).notes
+
+
+def test_adapters_with_added_tokens_in_plain_peft(tune, model, tmp_path, capfd):
+    """As the folder's README and the log say: resize, then load; the logits are those of our own way to the model."""
+    (tmp_path / "d.json").write_text(json.dumps([{"src": f"<user> {word} ", "tgt": f"{word} <bot>"} for word in WORDS]))
+    tune("--lora", "--additional_special_tokens", "<user>", "<bot>", data=tmp_path / "d.json")
+    out = tmp_path / "out"
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    call = f"model.resize_token_embeddings({len(tokenizer)})"
+    assert f"plain PEFT needs {call} before PeftModel.from_pretrained" in "".join(capfd.readouterr())
+    card = ModelCard.load(out / "README.md")
+    facts = card.data.to_dict()
+    assert call in card.text and facts["library_name"] == "peft" and "base_model" not in facts  # a local folder
+    stock = AutoModelForCausalLM.from_pretrained(model)
+    stock.resize_token_embeddings(len(tokenizer))
+    stock = peft.PeftModel.from_pretrained(stock, out).eval()
+    ours, _ = load_for_inference(str(model), torch.device("cpu"), lora_path=str(out))
+    ids = torch.tensor([tokenizer("<user> cat dogs <bot>")["input_ids"]])
+    with torch.no_grad():
+        assert torch.allclose(stock(ids).logits, ours(ids).logits, atol=1e-5)
+    (out / "README.md").write_text("my own words")
+    write_card(out, str(model), None)
+    assert (out / "README.md").read_text() == "my own words"

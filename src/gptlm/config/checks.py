@@ -29,6 +29,7 @@ NOT_NEGATIVE = (
     "dataloader_num_workers",
     "adam_epsilon",
 )
+FOR_TRAINING = ("max_steps", "num_train_epochs", "learning_rate")  # who types these wants to train
 
 
 def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource | None, printing: bool) -> list[str]:
@@ -226,6 +227,10 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
         note(f"--report_to {' '.join(values['report_to'])}: none wins")
     if values["load_best_model_at_end"] and not values["do_train"]:
         note("--load_best_model_at_end has no effect: do_train is off")
+    wanted = [parsed.typed_as(name) for name in FOR_TRAINING if name in parsed.typed]
+    if wanted and not values["do_train"] and parsed.sources["do_train"] == "default":
+        only = "--do_eval" if values["do_eval"] else "--do_predict"
+        note(f"nothing is trained, although {', '.join(wanted)} is given: {only} without --do_train only evaluates")
     if "autonlp" in values["report_to"]:
         note("--report_to autonlp has no effect: the service is gone")
 

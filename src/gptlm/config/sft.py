@@ -218,6 +218,9 @@ def _resolve_training(parsed: Parsed) -> None:
     idle = [name for name in LORA_ONLY if parsed.sources[name] != "default"] if not values["lora"] else []
     for name in idle:
         parsed.note(f"{parsed.typed_as(name)} has no effect: there are no adapters without --lora")
+    flag = "eval_dataset_name_or_path"
+    if values[flag] and not values["do_eval"]:
+        parsed.note(f"{parsed.typed_as(flag)} {values[flag]} has no effect: do_eval is off")
     if values["lora_alpha"] is None and values["lora_rank"] > 0:
         parsed.set("lora_alpha", 2.0 * values["lora_rank"], "derived: 2 x lora_rank")
     if parsed.sources["min_learning_rate"] == "default" and values["learning_rate"] >= 0:
@@ -242,6 +245,12 @@ def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
         yield (
             f"{named('continue_training')} is off: fine-tuning starts from a model's weights; pretraining starts from "
             "random ones"
+        )
+    if values["merge_weights"] and values["lora"] and not values["do_train"]:
+        output = values["output_dir"] or "OUTPUT_DIR"
+        yield (
+            f"{named('merge_weights')} merges the adapters that a run trains, this one trains none: add --do_train, or "
+            f"merge those in {output} with scripts/merge_lora.py --lora_path {output} --output_path {output}/merged"
         )
     width = source.shape.hidden_size if source and source.shape else 0
     if width and values["lora"] and values["lora_rank"] > width:

@@ -44,10 +44,10 @@ class Examples:
 
 
 def find_files(path: Path, split: str) -> list[Path]:
-    """The file (or saved dataset) of "train" or "dev" in the folder `path`; empty if there is none."""
+    """The files (or saved datasets) of "train" or "dev" in the folder `path`, best first; empty if there is none."""
     names = [f"{stem}{suffix}" for stem in SPLITS[split] for suffix in SUFFIXES]
     found = [path / name for name in names if (path / name).is_file()]
-    return (found + [path / stem for stem in SPLITS[split] if is_saved_dataset(path / stem)])[:1]
+    return found + [path / stem for stem in SPLITS[split] if is_saved_dataset(path / stem)]
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_card import write_card
 from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
 from gptlm.model.files import check_safetensors
 from gptlm.model.gpt import GPTLMHeadModel
@@ -143,4 +144,7 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     config.fan_in_fan_out = True
     config.save_pretrained(str(folder))
     config.inference_mode, config.fan_in_fan_out = trained, False
+    network: Any = model.get_base_model()
+    entries = network.config.vocab_size if config.trainable_token_indices else None
+    write_card(folder, str(config.base_model_name_or_path), entries)
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)

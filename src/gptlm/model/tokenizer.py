@@ -13,13 +13,14 @@ from gptlm.errors import GptlmError
 
 EOS = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+PROBE = "The quick brown fox jumps over the lazy dog."
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt).
 
     Raises:
-        GptlmError: if it cannot be loaded, or has no fast (`tokenizers`) form.
+        GptlmError: if it cannot be loaded, has no fast (`tokenizers`) form, or cannot encode text.
     """
     folder = Path(source)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.model")):
@@ -42,20 +43,45 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise GptlmError(f"cannot load a tokenizer from {source}: {reason}") from error
-    return _fast(tokenizer, source)
+    return check_encodes(_fast(tokenizer, source), source)
 
 
 def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase:
     """The byte-level BPE of GPT-2's two files, `vocab.json` and `merges.txt`.
 
     Raises:
-        GptlmError: if a file is missing, the two are swapped or damaged, or there is no `<|endoftext|>`.
+        GptlmError: if a file is missing, the two are swapped or damaged, there is no `<|endoftext|>`, or text cannot be
+            encoded.
     """
     vocabulary = _read_vocabulary(Path(vocab_file))
     merges = _read_merges(Path(merge_file), vocabulary)
     if EOS not in vocabulary:
         raise GptlmError(f"{vocab_file} has no {EOS} entry, which GPT-2's vocabulary ends documents with")
-    return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
+    return check_encodes(GPT2Tokenizer(vocab=vocabulary, merges=merges), vocab_file)  # type: ignore[arg-type]
+
+
+def check_encodes(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
+    """`tokenizer`, if it can encode text: an English sentence or, as vocabularies of other languages and of no language
+    exist, its own entries as text.
+
+    Raises:
+        GptlmError: if neither gives more than one known id, as with an empty vocabulary; `source` is named.
+    """
+    if _known_ids(tokenizer, PROBE) > 1:
+        return tokenizer
+    special, vocabulary = set(tokenizer.all_special_ids), tokenizer.get_vocab()
+    own = [token_id for token_id in sorted(vocabulary.values()) if token_id not in special][:64]
+    if _known_ids(tokenizer, str(tokenizer.decode(own))) > 1:
+        return tokenizer
+    raise GptlmError(
+        f"the tokenizer in {source} cannot encode text: {PROBE!r} gives no two known ids, its vocabulary has "
+        f"{len(vocabulary)} entries; give a folder with a whole tokenizer"
+    )
+
+
+def _known_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """How many different ids that are no special token (the unknown token is one) `text` becomes."""
+    return len(set(tokenizer(text, add_special_tokens=False)["input_ids"]) - set(tokenizer.all_special_ids))
 
 
 def _read_json(path: Path) -> None:

@@ -13,6 +13,7 @@ from gptlm.config.run import with_epochs_counted
 from gptlm.config.sft import SftRun
 from gptlm.data.sft import Shuffled
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.tokenizer import load_tokenizer
@@ -103,11 +104,16 @@ def _run(
     if run.training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")
     finish(run, trainer, metrics)
+    if new_tokens and run.lora.lora and run.training.do_train:
+        logger.info(
+            "the adapters bring rows for %d added tokens: plain PEFT needs %s before PeftModel.from_pretrained",
+            len(new_tokens), resize_call(run.shape.vocab_size),
+        )  # fmt: skip
     return metrics
 
 
 def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer, and the ids of tokens that were added to it.
+    """The tokenizer, and the ids that are new to the model: of tokens added here, and of rows that its embedding lacks.
 
     Raises:
         GptlmError: if there is none, or it has no end-of-text token.
@@ -116,11 +122,16 @@ def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
     tokenizer = load_tokenizer(tokenizer_folder(name))
     if tokenizer.eos_token_id is None:
         raise GptlmError(f"the tokenizer of {name} has no eos_token, with which an answer ends; add one to it")
-    before = len(tokenizer)
+    before, rows = len(tokenizer), run.shape.vocab_size
+    if before > rows:
+        logger.warning(
+            "the tokenizer of %s has %d entries, the model's embedding %d rows: %d new rows start from random values; "
+            "is it the model's own tokenizer?", name, before, rows, before - rows,
+        )  # fmt: skip
     if run.data.additional_special_tokens:
         tokenizer.add_special_tokens({"additional_special_tokens": run.data.additional_special_tokens})
         logger.info("%d tokens are new in the vocabulary", len(tokenizer) - before)
-    return tokenizer, list(range(before, len(tokenizer)))
+    return tokenizer, list(range(min(before, rows), len(tokenizer)))
 
 
 def _with_room_for(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftRun:

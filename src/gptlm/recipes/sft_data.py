@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -45,9 +46,9 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
     Raises:
         GptlmError: if files cannot be read, or nothing can be learnt from them.
     """
-    train, dev = _examples(run, sources, tokenizer)
+    parts = _examples(run, sources, tokenizer)
     encoder = _encoder(run, tokenizer)
-    rows = {name: _rows(encoder, examples, name) for name, examples in (("train", train), ("dev", dev))}
+    rows = {part.name: _rows(encoder, part, run.shape.vocab_size, tokenizer) for part in parts}
     shown = rows["train"] or rows["dev"]
     if shown:
         _show(shown[0], tokenizer)
@@ -57,7 +58,9 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
         for name, found in rows.items()
     }
     if run.data.zero_padding:
-        logger.info("%d examples are packed into %d samples of %d tokens", len(train), len(samples["train"]), length)
+        logger.info(
+            "%d examples are packed into %d samples of %d tokens", len(rows["train"]), len(samples["train"]), length
+        )
     limit = run.data.generate_num if run.data.generate_num >= 0 else len(rows["dev"])
     return SftData(samples["train"], samples["dev"], rows["dev"][:limit])
 
@@ -123,25 +126,65 @@ def _paddle_clean(text: str) -> str:
     return text.strip().strip("question:")
 
 
-def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+@dataclass(frozen=True)
+class Part:
+    """Examples of one use.
+
+    Attributes:
+        name: "train" or "dev".
+        source: where they were read from.
+        first: number of the first of them in `source`, counted from 1 over records with an answer.
+    """
+
+    name: str
+    examples: list[Example]
+    source: Path | str = ""
+    first: int = 1
+
+
+def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> tuple[Part, Part]:
     """Examples for training and for evaluation, only those that the run needs."""
-    training, data = run.training, run.data
-    train = read(sources["train"], tokenizer) if "train" in sources else []
-    dev = read(sources["dev"], tokenizer) if "dev" in sources and training.do_eval else []
-    if training.do_eval and not dev:
-        if not training.do_train:
-            return [], train
-        count = min(max(1, len(train) // HELD_OUT), MOST_HELD_OUT)
-        if len(train) <= count:
-            raise GptlmError(
-                f"there are {len(train)} examples in {sources['train']}; one for training and one for evaluation are "
-                "needed"
-            )
-        logger.info("there are no examples for evaluation: the last %d of %d are held out for it", count, len(train))
-        train, dev = train[:-count], train[-count:]
-    if training.do_train and not train:
-        raise GptlmError(f"there are no examples to train on in {data.dataset_name_or_path or data.task_name}")
-    return train if training.do_train else [], dev
+    training = run.training
+    dev = _for_evaluation(run, sources, tokenizer) if training.do_eval else Part("dev", [])
+    if not training.do_train and (dev.examples or not training.do_eval):
+        return Part("train", []), dev
+    source = sources["train"]
+    train = read(source, tokenizer)
+    if not train:
+        use = "train" if training.do_train else "evaluate"
+        raise GptlmError(f"there are no examples to {use} on in {source}")
+    if not training.do_train:
+        logger.info("no file for evaluation: all %d examples of %s are evaluated", len(train), source)
+        return Part("train", []), Part("dev", train, source)
+    if not training.do_eval or dev.examples:
+        return Part("train", train, source), dev
+    count = min(max(1, len(train) // HELD_OUT), MOST_HELD_OUT)
+    if len(train) <= count:
+        raise GptlmError(
+            f"there are {len(train)} examples in {source}; one for training and one for evaluation are needed"
+        )
+    logger.info("there are no examples for evaluation: the last %d of %d are held out for it", count, len(train))
+    kept = len(train) - count
+    return Part("train", train[:kept], source), Part("dev", train[kept:], source, 1 + kept)
+
+
+def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> Part:
+    """Examples of the file for evaluation; none where there is no such file, or where training can hold some out.
+
+    Raises:
+        GptlmError: if a file that was named, or without which nothing can be evaluated, has none.
+    """
+    if "dev" not in sources:
+        return Part("dev", [])
+    source = sources["dev"]
+    part = Part("dev", read(source, tokenizer), source)
+    named = run.data.eval_dataset_name_or_path
+    if not part.examples and (named or not run.training.do_train):
+        more = "; give another file, or leave --eval_dataset_name_or_path out" if named else ""
+        raise GptlmError(f"there are no examples to evaluate on in {source}{more}")
+    if not part.examples:
+        logger.warning("%s holds no example with an answer: training examples are held out instead", source)
+    return part
 
 
 def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder:
@@ -159,16 +202,18 @@ def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder:
     )
 
 
-def _rows(encoder: Encoder, examples: list[Example], name: str) -> list[Row]:
-    rows = encoder.rows(examples)
+def _rows(encoder: Encoder, part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Rows with targets; `entries` is the size of the model's vocabulary."""
+    rows, name = encoder.rows(part.examples), part.name
     kept = with_targets(rows)
     if len(kept) < len(rows):
-        numbers = [str(number) for number, row in enumerate(rows, start=1) if not row.learnt.any()]
+        numbers = [str(number) for number, row in enumerate(rows, start=part.first) if not row.learnt.any()]
         more = ", ..." if len(numbers) > 10 else ""
         logger.warning(
             "%d of %d %s examples are left out, no token of an answer is in them: numbers %s%s",
             len(numbers), len(rows), name, ", ".join(numbers[:10]), more,
         )  # fmt: skip
+    _check_ids(rows, part, entries, tokenizer)
     shortened = [row.left_out for row in kept if row.left_out]
     if shortened:
         logger.warning(
@@ -180,8 +225,24 @@ def _rows(encoder: Encoder, examples: list[Example], name: str) -> list[Row]:
         raise GptlmError(f"no {name} example has a token to learn; check --src_length, --tgt_length and --max_length")
     if kept:
         longest, learnt = max(len(row.ids) for row in kept), sum(int(row.learnt.sum()) for row in kept)
-        logger.info("%s: %d examples, longest %d tokens, %d tokens to learn", name, len(kept), longest, learnt)
+        logger.info(
+            "%s: %d examples of %s, longest %d tokens, %d tokens to learn",
+            name, len(kept), part.source, longest, learnt,
+        )  # fmt: skip
     return kept
+
+
+def _check_ids(rows: list[Row], part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises GptlmError, which names the example, if an id is beyond the model's vocabulary."""
+    for number, row in enumerate(rows, start=part.first):
+        highest = int(row.ids.max(initial=0))
+        if highest >= entries:
+            text = part.examples[number - part.first][0].prompt[:40]
+            raise GptlmError(
+                f"{part.source}, example {number} (prompt {text!r}): the tokenizer gives id {highest} "
+                f"({tokenizer.convert_ids_to_tokens(highest)!r}), the model's vocabulary has {entries} entries; give "
+                "the model's own tokenizer"
+            )
 
 
 def _say_cuts(rows: list[Row], name: str) -> None:

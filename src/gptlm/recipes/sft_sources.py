@@ -43,21 +43,45 @@ def find_sources(run: SftRun) -> Sources:
         if path.is_file() or is_saved_dataset(path):
             found["train"] = path
         elif path.is_dir():
-            found = {split: files[0] for split in ("train", "dev") if (files := find_files(path, split))}
+            found = {split: files[0] for split in ("train", "dev") if (files := _in_folder(path, split))}
             if not found:
                 raise GptlmError(f"{path} holds no train.json, train.jsonl, dev.json ... and is no saved dataset")
-            if "train" not in found:
-                found["train"] = found.pop("dev")
+            if "train" not in found and run.training.do_train:
+                raise GptlmError(
+                    f"{path} holds {Path(found['dev']).name} but no train.json, train.jsonl or train.parquet; to train "
+                    f"on it: --dataset_name_or_path {found['dev']}"
+                )
         elif path.suffix in FILE_ENDINGS or path.is_absolute() or str(data.dataset_name_or_path).startswith("."):
             raise GptlmError(f"--dataset_name_or_path {path}: there is no such file or folder")
         else:
             found = {split: f"hub:{path}:{hub}" for split, hub in HUB_SPLITS.items()}
     if data.eval_dataset_name_or_path:
-        path = Path(data.eval_dataset_name_or_path)
-        found["dev"] = path
-        if not path.exists():
-            raise GptlmError(f"--eval_dataset_name_or_path {path}: there is no such file or folder")
+        found["dev"] = _named_for_evaluation(Path(data.eval_dataset_name_or_path))
     return found
+
+
+def _named_for_evaluation(path: Path) -> Path:
+    """`path`, or the file for evaluation (else the only one) where it is a folder of files."""
+    if not path.exists():
+        raise GptlmError(f"--eval_dataset_name_or_path {path}: there is no such file or folder")
+    if path.is_file() or is_saved_dataset(path):
+        return path
+    files = _in_folder(path, "dev") or _in_folder(path, "train")
+    if not files:
+        raise GptlmError(
+            f"--eval_dataset_name_or_path {path} holds no dev.json, dev.jsonl, validation.json ... and is no saved "
+            "dataset"
+        )
+    return files[0]
+
+
+def _in_folder(path: Path, split: str) -> list[Path]:
+    """The file of "train" or "dev" in a folder; others that would do as well are named in the log."""
+    files = find_files(path, split)
+    if len(files) > 1:
+        others = ", ".join(file.name for file in files[1:])
+        logger.warning("%s is read; %s in the same folder: ignored", files[0], others)
+    return files[:1]
 
 
 def read(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
