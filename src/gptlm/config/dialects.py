@@ -74,7 +74,7 @@ def resolve_dialect(parsed: Parsed) -> str:
     name = parsed.values["dialect"] or _spoken(parsed)
     parsed.set("dialect", name, parsed.sources["dialect"])
     for flag, value in DEFAULTS[name].items():
-        if parsed.sources[flag] == "default":
+        if not parsed.given(flag):
             parsed.set(flag, value, f"default of {name}")
     if name in ("megatron", "oneflow"):
         _settle_megatron(parsed, name)
@@ -100,7 +100,7 @@ def _spoken(parsed: Parsed) -> str:
 
 def _settle_megatron(parsed: Parsed, name: str) -> None:
     values, sources = parsed.values, parsed.sources
-    if sources["save_steps"] == "default" and sources["save_strategy"] == "default":
+    if not parsed.given("save_steps") and not parsed.given("save_strategy"):
         parsed.set("save_strategy", "no", f"default of {name}: no --save-interval, the end only")
     if values["lr_scheduler_type"] == "cosine" and name == "oneflow":
         parsed.set("lr_scheduler_type", "oneflow_cosine", sources["lr_scheduler_type"])
@@ -109,11 +109,11 @@ def _settle_megatron(parsed: Parsed, name: str) -> None:
     if values["eval_iters"] == 0 and values["do_eval"]:
         parsed.set("do_eval", False, sources["eval_iters"])
         parsed.set("eval_iters", 10, "default")
-        if sources["eval_steps"].startswith("default"):
+        if not parsed.given("eval_steps"):
             parsed.set("eval_steps", None, "default")
     if values["test_iters"] is None and name == "megatron" and values["do_eval"]:
         parsed.set("test_iters", values["eval_iters"], "default of megatron: eval_iters")
-    if values["logging_dir"] and sources["report_to"] != "--report-to":
+    if values["logging_dir"] and not parsed.given("report_to"):
         parsed.set("report_to", ["tensorboard"], "derived: a folder for its events")
     if name == "oneflow":
         if values["metric_print_format"] == "normal" and values["log_format"] == "oneflow":
@@ -126,7 +126,7 @@ def _settle_words(parsed: Parsed) -> None:
     if stage in (1, 2, 3) and not values["sharding"] and not values["deepspeed"]:
         parsed.set("sharding", f"stage{stage}", sources["zero_stage"])
     for word, masking in (("reset_position_ids", "position"), ("reset_attention_mask", "attention")):
-        if values[word] and sources["document_masking"] in ("default", sources["reset_position_ids"]):
+        if values[word] and not parsed.given("document_masking"):
             parsed.set("document_masking", masking, sources[word])
     if values["reset_attention_mask"] and not values["reset_position_ids"]:
         parsed.note(f"{parsed.typed_as('reset_attention_mask')}: positions restart with each document, too")
@@ -150,7 +150,7 @@ def _settle_vocabulary(parsed: Parsed, name: str) -> None:
     values = parsed.values
     if values["vocab_file"]:
         size = _entries(values["vocab_file"], parsed.typed_as("vocab_file"))
-        if parsed.sources["vocab_size"] == "default":
+        if not parsed.given("vocab_size"):
             parsed.set("vocab_size", size, parsed.sources["vocab_file"])
     named = values["tokenizer_name_or_path"] or parsed.sources["model_name_or_path"] != "default"
     if values["vocab_size"] is None and name in ("megatron", "oneflow") and not named:

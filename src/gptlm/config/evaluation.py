@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlm.config import spellings
+from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import evaluation_words
@@ -88,9 +88,10 @@ class MegatronArguments:
 
 EVALUATE = Vocabulary(
     (EvaluateArguments, MegatronArguments),
-    spellings.EVALUATE_RENAMED,
-    spellings.EVALUATE_IGNORED,
-    spellings.EVALUATE_REFUSED,
+    spellings_transformers.EVALUATE_RENAMED | spellings.EVALUATE_RENAMED,
+    spellings_transformers.INFERENCE_IGNORED | spellings.EVALUATE_IGNORED,
+    spellings_transformers.INFERENCE_REFUSED | spellings.EVALUATE_REFUSED,
+    settings=spellings_transformers.INFERENCE_SETTINGS,
     sections=evaluation_words,
 )
 

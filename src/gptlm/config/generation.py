@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gptlm.config import spellings
+from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import arg
 from gptlm.config.checks import device_known
 from gptlm.config.fleetx_words import generation_words
@@ -61,9 +61,10 @@ FLEETX_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 
 PREDICT = Vocabulary(
     (PredictArguments,),
-    spellings.PREDICT_RENAMED,
-    spellings.PREDICT_IGNORED,
-    spellings.PREDICT_REFUSED,
+    spellings_transformers.INFERENCE_RENAMED | spellings.PREDICT_RENAMED,
+    spellings_transformers.INFERENCE_IGNORED | spellings.PREDICT_IGNORED,
+    spellings_transformers.INFERENCE_REFUSED | spellings.PREDICT_REFUSED,
+    settings=spellings_transformers.INFERENCE_SETTINGS,
     sections=generation_words,
 )
 

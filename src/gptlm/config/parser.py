@@ -9,6 +9,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlm.config.command_line import Sections, read_words
@@ -31,6 +32,8 @@ class Vocabulary:
         ignored: foreign word -> why it has no effect.
         refused: foreign word -> (values that ask for nothing, why anything else is refused).
         respelled: foreign word -> {value there: value here}.
+        settings: foreign word -> {value there, in small letters: our words for it, as "--device cpu", or ""}; a bare
+            switch is "true".
         sections: what a FleetX configuration says to this command; None: it reads none.
     """
 
@@ -39,19 +42,29 @@ class Vocabulary:
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sections: Sections | None = None
 
     def flags(self) -> dict[str, tuple[Field, Any]]:
         """Name -> (field, type) of every flag."""
-        found = {}
-        for group in self.groups:
-            hints = get_type_hints(group)
-            found.update({f.name: (f, hints[f.name]) for f in fields(group)})
-        return found
+        return _flags_of(self.groups)
 
     def words(self) -> set[str]:
         """Every word that is understood, ours and foreign."""
-        return {*self.flags(), *self.renamed, *self.ignored, *self.refused}
+        return {*self.effective(), *self.ignored, *self.refused}
+
+    def effective(self) -> set[str]:
+        """Every word that does something."""
+        return {*self.flags(), *self.renamed, *self.settings}
+
+
+@cache
+def _flags_of(groups: tuple[type, ...]) -> dict[str, tuple[Field, Any]]:
+    found = {}
+    for group in groups:
+        hints = get_type_hints(group)
+        found.update({f.name: (f, hints[f.name]) for f in fields(group)})
+    return found
 
 
 @dataclass
@@ -155,6 +168,10 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
     known, negated = _resolve(word, vocabulary, flags, parsed)
     name = vocabulary.renamed.get(known, known)
     parsed.spoken.add(known)
+    if name in vocabulary.settings:
+        for meant in _settings(word, vocabulary.settings[name]):
+            _take(meant, vocabulary, flags, parsed)
+        return
     if name in vocabulary.ignored:
         parsed.note(f"{word.typed} has no effect here: {vocabulary.ignored[name]}")
         return
@@ -190,7 +207,7 @@ def _resolve(
         matches = sorted(candidate for candidate in known if candidate.startswith(name))
         meant = {vocabulary.renamed.get(candidate, candidate) for candidate in matches}
         if not matches:
-            raise UsageError(_unknown(word, known))
+            raise UsageError(_unknown(word, vocabulary))
         if len(meant) > 1:
             raise UsageError(f"{word.typed} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")
         name = matches[0]
@@ -198,8 +215,20 @@ def _resolve(
     return name, False
 
 
-def _unknown(word: Word, known: set[str]) -> str:
-    near = difflib.get_close_matches(word.name, sorted(known), n=1, cutoff=0.75)
+def _settings(word: Word, meanings: Mapping[str, str]) -> list[Word]:
+    """Our words for `word`, which is of `Vocabulary.settings`."""
+    asked = (" ".join(word.values) if word.values else "true").lower().removeprefix("torch.")
+    if asked not in meanings and "true" in meanings:
+        asked = "true" if asked in TRUE else "false" if asked in FALSE else asked
+    if asked not in meanings:
+        raise UsageError(f"{word.typed} {asked!r}: expected one of {', '.join(meanings)}")
+    pairs = meanings[asked].split()
+    return [Word(name[2:], (value,), word.place, word.typed) for name, value in zip(pairs[::2], pairs[1::2])]
+
+
+def _unknown(word: Word, vocabulary: Vocabulary) -> str:
+    """That `word` is unknown, with the nearest word that does something."""
+    near = difflib.get_close_matches(word.name, sorted(vocabulary.effective()), n=1, cutoff=0.75)
     hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
     return f"{word.typed} is unknown{hint}"
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gptlm.config.arguments import arg
@@ -29,7 +29,7 @@ class PlanArguments:
 
 
 OWN = Vocabulary((PlanArguments,))
-PLAN = Vocabulary((PlanArguments, *PRETRAIN.groups), PRETRAIN.renamed, PRETRAIN.ignored, PRETRAIN.refused)
+PLAN = replace(PRETRAIN, groups=(PlanArguments, *PRETRAIN.groups), sections=None)
 DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree")
 ALONE = (
     "--world_size 1 --tensor_parallel_degree 1 --pipeline_parallel_degree 1 --virtual_pp_degree 1 "

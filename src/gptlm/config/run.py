@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptlm.config import spellings, spellings_megatron
+from gptlm.config import spellings, spellings_megatron, spellings_transformers
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
 from gptlm.config.checks import pretrain_problems, problems_of
@@ -33,9 +33,10 @@ TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation,
 
 PRETRAIN = Vocabulary(
     groups=(ModelArguments, DataArguments, ParallelArguments, TrainingArguments, DialectArguments),
-    renamed=spellings.PRETRAIN_RENAMED | spellings_megatron.RENAMED,
-    ignored=spellings.PRETRAIN_IGNORED | spellings_megatron.IGNORED,
-    refused=spellings.PRETRAIN_REFUSED | spellings_megatron.REFUSED,
+    renamed=spellings.PRETRAIN_RENAMED | spellings_transformers.PRETRAIN_RENAMED | spellings_megatron.RENAMED,
+    ignored=spellings.PRETRAIN_IGNORED | spellings_transformers.PRETRAIN_IGNORED | spellings_megatron.IGNORED,
+    refused=spellings.PRETRAIN_REFUSED | spellings_transformers.PRETRAIN_REFUSED | spellings_megatron.REFUSED,
+    settings=spellings_transformers.TRAINING_SETTINGS,
     respelled=spellings_megatron.VALUES,
     sections=training_words,
 )

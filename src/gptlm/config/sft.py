@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlm.config import spellings
+from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import ModelArguments, ParallelArguments, TrainingArguments, arg
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model, take_foreign_start
 from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
@@ -63,10 +63,10 @@ class LoraArguments:
 
 SFT = Vocabulary(
     groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments),
-    renamed=spellings.PRETRAIN_RENAMED | spellings.SFT_RENAMED,
-    ignored={word: why for word, why in spellings.PRETRAIN_IGNORED.items() if word not in spellings.SFT_RENAMED}
-    | spellings.SFT_IGNORED,
-    refused=spellings.PRETRAIN_REFUSED | spellings.SFT_REFUSED,
+    renamed=spellings.PRETRAIN_RENAMED | spellings_transformers.SFT_RENAMED | spellings.SFT_RENAMED,
+    ignored=spellings.PRETRAIN_IGNORED | spellings_transformers.SFT_IGNORED | spellings.SFT_IGNORED,
+    refused=spellings.PRETRAIN_REFUSED | spellings_transformers.SFT_REFUSED | spellings.SFT_REFUSED,
+    settings=spellings_transformers.SFT_SETTINGS,
 )
 
 
@@ -80,7 +80,12 @@ class MergeArguments:
     dtype: str = arg("float32", "of the merged weights", choices=("float32", "bfloat16", "float16"))
 
 
-MERGE = Vocabulary((MergeArguments,), spellings.MERGE_RENAMED, spellings.MERGE_IGNORED)
+MERGE = Vocabulary(
+    (MergeArguments,),
+    spellings.MERGE_RENAMED | spellings_transformers.MODEL_RENAMED,
+    spellings.MERGE_IGNORED | spellings_transformers.MODEL_IGNORED,
+    spellings_transformers.MODEL_REFUSED,
+)
 
 
 def parse_merge(argv: Sequence[str]) -> MergeArguments:

@@ -1,11 +1,17 @@
 """Foreign words. The only file in which they occur: word -> ours, or why it has no effect, or why it is refused.
 
-Words are written with underscores; on the command line dashes do as well.
+Words are written with underscores; on the command line dashes do as well. The words of transformers and TRL are in
+spellings_transformers.py.
 """
+
+# Values of refused words that ask for nothing: of a switch, and of a number of processes or experts, where 1 is none.
+OFF = ("", "0", "f", "false", "n", "no", "off", "none", "null")
+OFF_DEGREE = (*OFF, "1", "-1")
 
 # A word of PaddleNLP's other versions, of HuggingFace, or of older scripts -> the same thing in our words.
 PRETRAIN_RENAMED = {
     "initial_loss_scale": "scale_loss",
+    "use_fp8": "fp8",
     "sharding_degree": "sharding_parallel_degree",
     "eval_strategy": "evaluation_strategy",
     "gradient_checkpointing": "recompute",
@@ -75,8 +81,6 @@ PRETRAIN_IGNORED = {
     "lazy_data_processing": "samples are always read as needed",
     "do_export": "the saved model is the export: AutoModelForCausalLM.from_pretrained loads it",
     "skip_profile_timer": "no timer lines are printed",
-    "no_cuda": "use --device cpu",
-    "use_cpu": "use --device cpu",
     "log_on_each_node": "the first process logs",
     "save_on_each_node": "the first process saves",
     "past_index": "GPT returns no past states in training",
@@ -94,12 +98,10 @@ PRETRAIN_IGNORED = {
 }
 
 # Known words that ask for what cannot be had, with the values that ask for nothing.
-OFF = ("", "0", "1", "-1", "false", "none", "no", "n", "f")
 PRETRAIN_REFUSED = {
-    "use_fp8": (("", "0", "false", "no", "n", "f"), "FP8 training is not implemented; use --bf16"),
-    "sep_parallel_degree": (OFF, "segment parallelism is not implemented; use --tensor_parallel_degree"),
-    "context_parallel_degree": (OFF, "context parallelism is not implemented; use --tensor_parallel_degree"),
-    "autotuner_benchmark": (("", "0", "false", "no", "n", "f"), "give --max_steps 5 --save_strategy no instead"),
+    "sep_parallel_degree": (OFF_DEGREE, "segment parallelism is not implemented; use --tensor_parallel_degree"),
+    "context_parallel_degree": (OFF_DEGREE, "context parallelism is not implemented; use --tensor_parallel_degree"),
+    "autotuner_benchmark": (OFF, "give --max_steps 5 --save_strategy no instead"),
 }
 
 # Words inside --tensor_parallel_config, --pipeline_parallel_config and --sharding_parallel_config.
@@ -157,6 +159,8 @@ SFT_IGNORED = {
     "lora_use_mixer": "adapters are PEFT's",
 }
 MERGE_RENAMED = {
+    "torch_dtype": "dtype",
+    "adapter_name_or_path": "lora_path",
     "base_model_name_or_path": "model_name_or_path",
     "merge_model_path": "output_path",
     "merge_lora_model_path": "output_path",
@@ -164,6 +168,8 @@ MERGE_RENAMED = {
 }
 MERGE_IGNORED = {
     "device": "merging runs on the CPU",
+    "use_cpu": "merging runs on the CPU",
+    "no_cuda": "merging runs on the CPU",
     "low_gpu_mem": "merging runs on the CPU",
     "merge_model": "there is one way to merge",
     "safe_serialization": "weights are always safetensors",
@@ -172,12 +178,11 @@ SFT_REFUSED = {
     "prefix_tuning": (OFF, "prefix tuning is not implemented; use --lora"),
     "pissa": (OFF, "PiSSA is not implemented; use --lora"),
     "rslora": (OFF, "rank-stabilised LoRA is not implemented; set --lora_alpha"),
-    "lora_plus_scale": (("", "1", "1.0", "none"), "LoRA+ is not implemented; use --lora"),
+    "lora_plus_scale": ((*OFF_DEGREE, "1.0"), "LoRA+ is not implemented; use --lora"),
     "lokr": (OFF, "LoKr is not implemented; use --lora"),
     "vera": (OFF, "VeRA is not implemented; use --lora"),
     "neftune": (OFF, "NEFTune is not implemented"),
     "weight_quantize_algo": (OFF, "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"),
-    "label_smoothing_factor": (("", "0", "0.0"), "label smoothing is not implemented"),
 }
 
 PREPROCESS_RENAMED = {
@@ -202,7 +207,7 @@ PREPROCESS_IGNORED = {
     "cn_split_dimer": "word segmentation serves ERNIE and BERT, not GPT",
 }
 PREPROCESS_REFUSED = {
-    "cn_whole_word_segment": (("", "0", "false", "no"), "whole-word masking serves ERNIE and BERT, not GPT"),
+    "cn_whole_word_segment": (OFF, "whole-word masking serves ERNIE and BERT, not GPT"),
 }
 
 TOKENIZER_RENAMED = {"input": "input_path", "output": "output_dir", "json_keys": "json_key"}
@@ -233,7 +238,7 @@ PREDICT_REFUSED = {
 }
 
 COPY_RENAMED = {"data_impl": "dataset_impl"}
-CONVERT_RENAMED = {"from": "source"}
+CONVERT_RENAMED = {"from": "source", "torch_dtype": "dtype", "output_dir": "output", "output_path": "output"}
 
 TOKENIZER_OF_MODEL = "the tokenizer is the one in the model's folder"
 RAW_WEIGHTS = "weights are read alone, there is nothing else to load"
@@ -275,7 +280,7 @@ EVALUATE_IGNORED = {
     "model_type": "the architecture is read from model_name_or_path",
 }
 EVALUATE_REFUSED = {
-    "tensor_model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
-    "model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
-    "pipeline_model_parallel_size": (OFF, "a model is not split for evaluation; start one process per replica"),
+    "tensor_model_parallel_size": (OFF_DEGREE, "a model is not split for evaluation; start one process per replica"),
+    "model_parallel_size": (OFF_DEGREE, "a model is not split for evaluation; start one process per replica"),
+    "pipeline_model_parallel_size": (OFF_DEGREE, "a model is not split for evaluation; start one process per replica"),
 }

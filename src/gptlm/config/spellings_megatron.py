@@ -1,5 +1,7 @@
 """Words of Megatron-LM, Megatron-DeepSpeed and OneFlow in training commands."""
 
+from gptlm.config.spellings import OFF, OFF_DEGREE
+
 RENAMED = {
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
@@ -102,7 +104,6 @@ IGNORED = {
     "transformer_impl": KERNELS,
 }
 
-OFF = ("", "0", "1", "false", "none", "no", "n", "f")
 REFUSED = {
     "batch_size": ((), "it is --micro-batch-size now, the batch of one process"),
     "warmup": ((), "it is --lr-warmup-fraction now"),
@@ -116,13 +117,13 @@ REFUSED = {
     "rampup_batch_size": (("", "none"), "a batch that grows is not implemented; give --global-batch-size alone"),
     "exit_interval": (("", "none"), "give --max_steps; the schedule ends at --lr-decay-iters"),
     "exit_duration_in_mins": (("", "none"), "not implemented; SIGTERM and the same command later go on exactly"),
-    "save_init": (("", "false", "0"), "the weights before the first step are not saved; --seed makes them again"),
+    "save_init": (OFF, "the weights before the first step are not saved; --seed makes them again"),
     "cpu_optimizer": (OFF, 'give --zero-stage and --sharding "stage2 offload"'),
     "checkpoint_in_cpu": (OFF, "keeping activations in host memory is not implemented"),
     "num_layers_per_virtual_pipeline_stage": (("", "none"), "give --virtual_pp_degree, the chunks per process"),
-    "context_parallel_size": (OFF, "context parallelism is not implemented; use --tensor-model-parallel-size"),
-    "expert_model_parallel_size": (OFF, "GPT has no experts"),
-    "num_experts": (OFF, "GPT has no experts"),
+    "context_parallel_size": (OFF_DEGREE, "context parallelism is not implemented; use --tensor-model-parallel-size"),
+    "expert_model_parallel_size": (OFF_DEGREE, "GPT has no experts"),
+    "num_experts": (OFF_DEGREE, "GPT has no experts"),
     "curriculum_learning": (OFF, "curricula are not implemented"),
     "layernorm_epsilon": (("", "1e-5", "1e-05", "0.00001"), "GPT-2's 1e-5 is built in"),
     "swiglu": (OFF, "GPT-2's feed-forward layer is built in"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlm.config import spellings
+from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
@@ -90,8 +90,8 @@ class DemoArguments:
 
 PREPROCESS = Vocabulary(
     (PreprocessArguments,),
-    spellings.PREPROCESS_RENAMED,
-    spellings.PREPROCESS_IGNORED,
+    spellings_transformers.PREPROCESS_RENAMED | spellings.PREPROCESS_RENAMED,
+    spellings_transformers.PREPROCESS_IGNORED | spellings.PREPROCESS_IGNORED,
     spellings.PREPROCESS_REFUSED,
 )
 TOKENIZER = Vocabulary((TokenizerArguments,), spellings.TOKENIZER_RENAMED)
