@@ -12,6 +12,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "gptlm"
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 FLOORS = {
     "errors": -1,
+    "failures": 0,
+    "quiet": 0,
     "data": 0,
     "model": 0,
     "parallel": 0,

@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 the run could not go on (data, files, weights), 2 the comm
 when they are called: help, a wrong flag or --print_config wait for nothing heavy.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
@@ -36,7 +35,9 @@ from gptlm.config.tools import (
     parse_tokenizer,
 )
 from gptlm.errors import GptlmError, UsageError
+from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
 from gptlm.model.adapter_files import base_and_adapters, settings_of
+from gptlm.quiet import quiet_libraries
 
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
@@ -55,9 +56,10 @@ def pretrain(argv: Sequence[str]) -> int | None:
     if run.launch:  # the command asks for processes that nobody started
         return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each chooses the layout again
     see_one_card(run.training.device, os.environ)
-    from gptlm.recipes.pretrain import pretrain as recipe
+    with logged_in(run.training.output_dir):
+        from gptlm.recipes.pretrain import pretrain as recipe
 
-    recipe(run)
+        recipe(run)
     return None
 
 
@@ -68,9 +70,10 @@ def sft(argv: Sequence[str]) -> None:
         _print_run(run)
         return
     see_one_card(run.training.device, os.environ)
-    from gptlm.recipes.sft import sft as recipe
+    with logged_in(run.training.output_dir):
+        from gptlm.recipes.sft import sft as recipe
 
-    recipe(run)
+        recipe(run)
 
 
 def merge_lora(argv: Sequence[str]) -> None:
@@ -80,30 +83,34 @@ def merge_lora(argv: Sequence[str]) -> None:
         return
     arguments = with_conversions(lambda: parse_merge(words), _convert)
     settings_of(Path(arguments.lora_path or ""))
-    from gptlm.recipes.merge_lora import merge_lora as recipe
+    with logged_in(arguments.output_path):
+        from gptlm.recipes.merge_lora import merge_lora as recipe
 
-    recipe(arguments)
+        recipe(arguments)
 
 
 def convert(argv: Sequence[str]) -> None:
     conversion = parse_convert(argv)
-    from gptlm.recipes.convert import convert as recipe
+    with logged_in(Path(conversion.main.output or "").parent):
+        from gptlm.recipes.convert import convert as recipe
 
-    recipe(conversion)
+        recipe(conversion)
 
 
 def preprocess(argv: Sequence[str]) -> None:
     job = parse_preprocess(argv)
-    from gptlm.recipes.preprocess import preprocess as recipe
+    with logged_in(Path(job.arguments.output_prefix or "").parent):
+        from gptlm.recipes.preprocess import preprocess as recipe
 
-    recipe(job)
+        recipe(job)
 
 
 def tokenizer(argv: Sequence[str]) -> None:
     arguments = parse_tokenizer(argv)
-    from gptlm.recipes.tokenizer import tokenizer as recipe
+    with logged_in(arguments.output_dir):
+        from gptlm.recipes.tokenizer import tokenizer as recipe
 
-    recipe(arguments)
+        recipe(arguments)
 
 
 def predict(argv: Sequence[str]) -> None:
@@ -143,9 +150,10 @@ def evaluate(argv: Sequence[str]) -> None:
 
 def demo(argv: Sequence[str]) -> None:
     arguments = parse_demo(argv)
-    from gptlm.recipes.demo import demo as recipe
+    with logged_in(arguments.output_dir):
+        from gptlm.recipes.demo import demo as recipe
 
-    recipe(arguments)
+        recipe(arguments)
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -167,7 +175,7 @@ def data(argv: Sequence[str]) -> None:
     if tool not in DATA_TOOLS:
         raise UsageError(f"{tool!r} is no data tool; expected one of {', '.join(DATA_TOOLS)}")
     if any(word in HELP for word in words):
-        print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0], DATA_TOOLS[tool][1]), end="")
+        print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0] + DEBUG_HELP, DATA_TOOLS[tool][1]), end="")
         return
     parsed = DATA_TOOLS[tool][2](words)
     from gptlm.recipes import data as recipes
@@ -249,8 +257,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _be_utf8()
-    for noisy in ("torchao", "torch.utils._pytree"):  # which say something at every import of torchao, by peft, too
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")
@@ -258,9 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if asked else 2
     name, rest = words[0], words[1:]
     command = COMMANDS[name]
-    ours = split_command(rest)[0] if name == "launch" else rest
+    ours, *script = split_command(rest) if name == "launch" else (rest,)
+    ours, debug = without_debug(ours)
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+        rest = [*ours, *(word for part in script for word in part)]
     if any(word in HELP for word in ours) and not (name == "data" and rest[0] in DATA_TOOLS):
-        print(help_text(command.script, command.summary + command.more_help, command.vocabulary), end="")
+        print(help_text(command.script, command.summary + command.more_help + DEBUG_HELP, command.vocabulary), end="")
         return 0
     try:
         code = command.run(rest) or 0
@@ -275,6 +286,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read the output has had enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:  # a fault of ours, or of a library
+        debug = bool(os.environ.get(DEBUG_VARIABLE))
+        print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
+        return 1
 
 
 def _with_prefix(command: str, text: str) -> str:
@@ -303,3 +318,7 @@ def _be_utf8() -> None:
 def _usage() -> str:
     lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: gptlm COMMAND [--flag value ...]   (gptlm COMMAND --help lists the flags)", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,13 @@
-"""The two kinds of errors a user can cause, and how their messages refer to flags."""
+"""The two kinds of errors a user can cause, how messages refer to flags, and what is said of foreign errors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
+TERMINAL_CODE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\"'`])")
+STAGE = "while "  # begins the note that `doing` leaves on an exception
 _FLAG = re.compile("(--)?\0(\\w+)\0")
 
 
@@ -54,3 +59,45 @@ class UsageError(GptlmError):
     """The command itself is wrong: flags, values, or combinations of them. Exit code 2."""
 
     exit_code = 2
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of another library says: its whole first sentence, without terminal codes and line breaks.
+
+    An operating system's error is its own words ("No space left on device"); an exception without a text is its type.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError) and error.args:
+        return f"{error.args[0]!r} is missing"
+    text = CONTROL.sub("", TERMINAL_CODE.sub("", str(error)))
+    sentence = ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        sentence = f"{sentence} {line}".strip()
+        if not sentence.endswith((":", ",", ";")):  # else the sentence goes on in the next line
+            break
+    first = SENTENCE_END.split(" ".join(sentence.split()))[0].rstrip(".:,; ")
+    return first or type(error).__name__
+
+
+@contextmanager
+def doing(what: str | Callable[[], str]) -> Iterator[None]:
+    """Note on an unexpected exception in which stage it came; the innermost stage counts. Also a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, GptlmError) and stage_of(error) is None:
+            error.add_note(STAGE + (what if isinstance(what, str) else what()))
+        raise
+
+
+def stage_of(error: BaseException) -> str | None:
+    """The note of `doing` on `error`: "while saving the model"."""
+    return next((note for note in getattr(error, "__notes__", ()) if note.startswith(STAGE)), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or of the machine did not suffice; torch has several exceptions for it."""
+    words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import safe_globals
 
 from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
@@ -281,7 +283,8 @@ sys.exit(main(["pretrain", *{words!r}]))
 """
     result = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
-    assert "cannot write the checkpoint" in result.stderr and "bytes are free" in result.stderr
+    assert "cannot write the checkpoint" in result.stderr and "bytes are free" not in result.stderr
+    assert "File too large" in result.stderr and "raise the limit" in result.stderr
     found, passed_over = checkpoint.newest(output)
     assert found.path.name == "checkpoint-3" and passed_over == []
     assert not (output / "checkpoint-6").exists()
@@ -606,7 +609,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, tiny_model, tmp_path):
         train("--continue_training", "0", "--num_hidden_layers", "3")
 
 
-@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "rng_state.pth", "model.safetensors"])
+@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "model.safetensors"])
 def test_damage_that_keeps_the_size_is_one_sentence(train, tmp_path, name):
     train()
     cut_back_to(tmp_path / "out", 3)
@@ -615,6 +618,83 @@ def test_damage_that_keeps_the_size_is_one_sentence(train, tmp_path, name):
     file.write_bytes(bytes(64) + content[64:])
     with pytest.raises(GptlmError, match="checkpoint-3"):
         train()
+
+
+def damage_random_states(path, damage):
+    """Rewrite a checkpoint's rng_state.pth, and its size in the manifest."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    if damage == "cut":
+        (path / "rng_state.pth").write_bytes((path / "rng_state.pth").read_bytes()[:500])
+    elif damage == "missing":
+        (path / "rng_state.pth").unlink()
+        del manifest["files"]["rng_state.pth"]
+    else:
+        with safe_globals():
+            states = torch.load(path / "rng_state.pth", weights_only=True)
+        if damage == "a foreign object":
+            states["numpy"] = np.random.RandomState(1)
+        else:
+            del states[damage]
+        torch.save(states, path / "rng_state.pth")
+    if damage != "missing":
+        manifest["files"]["rng_state.pth"] = (path / "rng_state.pth").stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("cut", "PytorchStreamReader failed reading zip archive"),
+        ("missing", "rng_state.pth is missing"),
+        ("numpy", "'numpy' is missing"),
+        ("cpu", "'cpu' is missing"),
+        ("a foreign object", "Weights only load failed"),
+    ],
+)
+def test_unreadable_random_states_do_not_stop_a_run(train, tmp_path, capsys, damage, says):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    damage_random_states(tmp_path / "out" / "checkpoint-3", damage)
+    capsys.readouterr()
+    history = train()[1]
+    assert [entry["global_step"] for entry in history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    out = capsys.readouterr().out
+    assert "WARNING] - the random states of" in out and says in out and "dropout draws new numbers" in out
+    assert "remove" not in out and "\x1b" not in out
+
+
+def test_random_states_that_numpy_1_wrote_are_read(train, tmp_path, capsys):
+    """numpy 2 calls the module of its arrays' constructor otherwise; the numbers are the same, so the run is exact."""
+    whole = train(output="whole")[1]
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    path = tmp_path / "out" / "checkpoint-3"
+    with safe_globals():
+        states = torch.load(path / "rng_state.pth", weights_only=True)
+    constructor, arguments, state = states["numpy"][1].__reduce__()
+
+    class WrittenByNumpy1:
+        def __reduce__(self):
+            return numpy_1_constructor, arguments, state
+
+    def numpy_1_constructor(*arguments):
+        return constructor(*arguments)
+
+    numpy_1_constructor.__module__, numpy_1_constructor.__qualname__ = "numpy.core.multiarray", "_reconstruct"
+    states["numpy"] = (states["numpy"][0], WrittenByNumpy1(), *states["numpy"][2:])
+    old = types.ModuleType("numpy.core.multiarray")
+    old._reconstruct = numpy_1_constructor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "numpy.core.multiarray", old)
+        torch.save(states, path / "rng_state.pth")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["rng_state.pth"] = (path / "rng_state.pth").stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Exception, match="numpy.core.multiarray"), safe_globals():
+        torch.load(path / "rng_state.pth", weights_only=True)
+    capsys.readouterr()
+    assert losses(train()[1]) == losses(whole)
+    assert "random states" not in capsys.readouterr().out
 
 
 def test_when_no_checkpoint_is_whole_nothing_is_overwritten(train, tmp_path):

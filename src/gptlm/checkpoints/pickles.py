@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 STAND_INS = ("megatron", "deepspeed", "fp16", "apex")  # packages whose objects are kept as stand-ins
 
@@ -186,6 +186,6 @@ def _guarded(path: Path, load: Callable[[], Any]) -> Any:
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # bytes that are no pickle make it raise nearly anything
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         reason = "its zip is not whole" if "zip archive" in reason else reason
         raise GptlmError(f"{path} is damaged or cut off ({reason}); copy or download it again") from error

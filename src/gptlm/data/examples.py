@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.data.unicode import ESCAPED, check_record
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "eval", "test")}
 SUFFIXES = (".json", ".jsonl", ".parquet")
@@ -220,6 +220,5 @@ def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
             else datasets.load_from_disk(str(path))
         )
     except Exception as error:  # datasets, pyarrow and OSError
-        reason = " ".join(str(error).split())[:200]
-        raise GptlmError(f"{path} cannot be read as a dataset: {reason}") from error
+        raise GptlmError(f"{path} cannot be read as a dataset: {reason_of(error)}") from error
     yield from ((f"{path}, row {number}", dict(row)) for number, row in enumerate(rows))

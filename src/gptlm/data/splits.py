@@ -13,7 +13,7 @@ from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, metadata_path, open_tokens, read_metadata
 from gptlm.data.inputs import parse_input
 from gptlm.data.order import SampleOrder, build_order, split_bounds
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 
 SPLITS = ("train", "valid", "test")
 
@@ -39,6 +39,7 @@ class Corpus:
         return int(self.tokens.sizes[first:last].sum(dtype=np.int64))
 
 
+@doing("opening the token files")
 def open_corpora(input_dir: str, split: str, data_order: str = "paddlenlp") -> list[Corpus]:
     """Open every part of `--input_dir`; weights sum to 1.
 

@@ -6,7 +6,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.adapter_files import WEIGHTS, settings_of
 from gptlm.model.build import load_model
 from gptlm.model.files import check_safetensors, check_weights
@@ -55,7 +55,7 @@ def _shapes(adapters: Path) -> dict[str, list[int]]:
         with safe_open(adapters / WEIGHTS, "pt") as file:
             return {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}
     except Exception as error:  # FileNotFoundError and safetensors' own kinds
-        raise GptlmError(f"{adapters / WEIGHTS} cannot be read: {error}") from error
+        raise GptlmError(f"{adapters / WEIGHTS} cannot be read: {reason_of(error)}") from error
 
 
 def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:

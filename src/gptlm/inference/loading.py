@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.build import load_model
 from gptlm.model.files import check_weights
@@ -14,6 +14,7 @@ from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import load_tokenizer
 
 
+@doing("loading the model")
 def load_for_inference(
     source: str, device: torch.device, *, dtype: torch.dtype = torch.float32, lora_path: str | None = None
 ) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.presets import Shape
 
@@ -187,5 +187,4 @@ def _set_dropout(config: GPT2Config, hidden: float | None, attention: float | No
 
 
 def _unreadable(source: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"cannot load model weights from the folder {source}: {reason}"
+    return f"cannot load model weights from the folder {source}: {reason_of(error)}"

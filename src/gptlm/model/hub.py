@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, snapshot_download
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.presets import PRESETS, has_weights
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
@@ -30,7 +30,7 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
         return snapshot_download(hub_id, allow_patterns=files)
     except Exception as error:  # huggingface_hub raises many kinds, its http library more
         what = "weights of" if weights else "tokenizer files of"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise GptlmError(
             f"the {what} {hub_id} are neither in the local cache nor could they be downloaded ({reason}): on a "
             f"machine with network run `hf download {hub_id} --local-dir DIR` and give the folder DIR instead"

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.adapter_card import write_card
 from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
 from gptlm.model.files import check_safetensors
@@ -50,8 +50,9 @@ def add_adapters(
         target_modules=list(targets),
         trainable_token_indices={"wte": list(new_tokens)} if new_tokens else None,
     )
-    with warnings.catch_warnings():  # transformers' own, of a name that changes in its version 6
+    with warnings.catch_warnings():  # a name that changes in transformers 6; that we name the base more exactly
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT takes where the weights were read from
     return adapted
@@ -70,7 +71,7 @@ class StoredAdapters:
         try:
             self.file = safe_open(folder / WEIGHTS, "pt")
         except Exception as error:  # FileNotFoundError and safetensors' own kinds
-            raise GptlmError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+            raise GptlmError(f"{folder / WEIGHTS} cannot be read: {reason_of(error)}") from error
         self.names = set(self.file.keys())
 
     def get(self, name: str) -> Tensor:
@@ -122,8 +123,7 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT raises many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise GptlmError(f"the adapters in {folder} do not fit the model: {reason}") from error
+        raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
     names = StoredAdapters(folder).names
     wanted = [file_name(name) for name, _ in adapted.named_parameters() if ".lora_A." in name or ".lora_B." in name]
     missing = [name for name in wanted if name not in names]

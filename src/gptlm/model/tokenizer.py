@@ -9,13 +9,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing, reason_of
 
 EOS = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 PROBE = "The quick brown fox jumps over the lazy dog."
 
 
+@doing("loading the tokenizer")
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt).
 
@@ -41,8 +42,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise GptlmError(f"cannot load a tokenizer from {source}: {reason}") from error
+        raise GptlmError(f"cannot load a tokenizer from {source}: {reason_of(error)}") from error
     return check_encodes(_fast(tokenizer, source), source)
 
 
@@ -135,6 +135,7 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
     return merges
 
 
+@doing("training the tokenizer")
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE like GPT-2's. `<|endoftext|>` gets id 0 and is bos, eos, unk and pad.
 

@@ -26,7 +26,7 @@ from gptlm.checkpoints.paddle_writing import check_writable, write_paddle
 from gptlm.checkpoints.source import Asked, Source
 from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_of_folder
 from gptlm.config.converting import Conversion, ConvertArguments, ReadingArguments, WritingArguments
-from gptlm.errors import GptlmError, UsageError
+from gptlm.errors import GptlmError, UsageError, doing
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
 from gptlm.model.tokenizer import load_tokenizer
@@ -34,6 +34,7 @@ from gptlm.recipes.convert_adapters import convert_adapters
 from gptlm.recipes.convert_states import finish_checkpoint, start_checkpoint
 from gptlm.recipes.model import tokenizer_folder
 from gptlm.recipes.start import check_output
+from gptlm.training.disk import is_of_writing, write_failure
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -137,13 +138,12 @@ def _written(output: Path) -> Iterator[Path]:
             f"another conversion is writing into {output}; wait for its end, or give another --output"
         ) from None
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        free = shutil.disk_usage(output.parent if output.parent.is_dir() else Path.cwd()).free
-        raise GptlmError(
-            f"cannot write {output}: {reason} ({free:,} bytes are free there); nothing of it is left"
-        ) from error
+        if not is_of_writing(error):
+            raise
+        raise GptlmError(f"cannot write {output}: {write_failure(error, output)}; nothing of it is left") from error
 
 
+@doing("converting the weights")
 def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -> None:
     reading = conversion.reading
     with_states = conversion.main.with_optimizer

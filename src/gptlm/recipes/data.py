@@ -17,6 +17,7 @@ from gptlm.data.inputs import find_prefixes
 from gptlm.data.splits import SPLITS, Corpus, PretrainingDataset, build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
+from gptlm.training.disk import write_failure
 
 FIRST_SAMPLES = 8
 
@@ -133,7 +134,8 @@ def copy(arguments: CopyArguments) -> None:
             kept |= {key: facts[0][key] for key in ("shard", "shard_of") if key in facts[0]}
         written = writer.finish(kept)
     except OSError as error:
-        raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
+        output = Path(arguments.output_prefix or "")
+        raise GptlmError(f"cannot write {output}: {write_failure(error, output)}") from error
     finally:
         if writer is not None:
             writer.abandon()

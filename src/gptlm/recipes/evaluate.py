@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.evaluation import EvaluateArguments
 from gptlm.data.splits import Corpus, open_corpora
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import tokenizer_folder
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.loading import load_for_inference
@@ -165,6 +165,7 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     return tokens
 
 
+@doing("scoring")
 def _sums(
     model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments, share: tuple[int, int]
 ) -> Sequence[float]:

@@ -1,6 +1,7 @@
 """The run in the words of transformers.TrainingArguments, and the trackers its events go to."""
 
 import logging
+import sys
 import time
 from pathlib import Path
 from socket import gethostname
@@ -59,7 +60,7 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
         logging_nan_inf_filter=False,  # it hides NaN and waits for the device at every micro-batch
         run_name=training.run_name,
         report_to=[],
-        disable_tqdm=training.disable_tqdm,
+        disable_tqdm=training.disable_tqdm or not sys.stderr.isatty(),
         dataloader_num_workers=training.dataloader_num_workers,
         ignore_data_skip=True,  # the sampler starts at the consumed sample
         ddp_find_unused_parameters=False,

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from gptlm.config.sft import MergeArguments
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.adapter_files import base_hint, settings_of
 from gptlm.model.hub import model_folder
@@ -39,6 +39,7 @@ def merge_lora(arguments: MergeArguments) -> None:
     merge(source, adapters, output, getattr(torch, arguments.dtype))
 
 
+@doing("merging the adapters")
 def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the model in the folder `base` with `adapters` added to its weights into `output`.
 
@@ -47,7 +48,7 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     """
     model, tokenizer = load_adapted(base, adapters)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    with writing(output, "the merged model"):
+    with writing(output, "the merged model", more=""):
         output.mkdir(parents=True, exist_ok=True)
         model.to(dtype=dtype).save_pretrained(output)  # type: ignore[call-arg]
         tokenizer.save_pretrained(output)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from gptlm.config.run import PretrainRun, Run
 from gptlm.data.splits import Corpus, id_range_of
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
@@ -73,6 +73,7 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
     return tokenizer
 
 
+@doing("building the model")
 def make_model(
     run: Run,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
 from gptlm.data.unicode import check_text
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.streaming import Stream
@@ -22,6 +22,7 @@ from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.recipes.machine import choose_machine, use_device
+from gptlm.training.disk import write_failure
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,22 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     model, tokenizer = load(arguments)
     rows = encode_prompts(tokenizer, prompts, arguments.src_length)
     settings = _settings(arguments, prompts)
+    with doing("generating"):
+        results = _results(model, tokenizer, rows, arguments, settings)
+    if arguments.output_file:
+        copies = [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)]
+        _write(Path(arguments.output_file), copies, results)
+    return results
+
+
+def _results(
+    model: GPTLMHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[list[int]],
+    arguments: PredictArguments,
+    settings: dict[str, Any],
+) -> list[str]:
+    """The continuations, which are printed as they come."""
     next(continue_rows(model, tokenizer, [[rows[0][0]]], batch_size=1, max_new_tokens=1))  # the slow first call
     torch.manual_seed(arguments.seed)
     alone = arguments.batch_size == arguments.num_beams == arguments.num_return_sequences == 1
@@ -49,11 +66,7 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
         found = _streamed(model, tokenizer, rows, settings)
     else:
         found = _printed(tokenizer, continue_apart(model, tokenizer, rows, batch_size=arguments.batch_size, **settings))
-    results = _timed(found)
-    if arguments.output_file:
-        copies = [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)]
-        _write(Path(arguments.output_file), copies, results)
-    return results
+    return _timed(found)
 
 
 def speak(notes: Sequence[str]) -> None:
@@ -174,7 +187,7 @@ def _make_room(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
-        raise GptlmError(f"cannot write {path}: {error.strerror}") from error
+        raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
 
 
 def _write(path: Path, prompts: list[str], results: list[str]) -> None:
@@ -183,5 +196,5 @@ def _write(path: Path, prompts: list[str], results: list[str]) -> None:
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise GptlmError(f"cannot write {path}: {error.strerror}") from error
+        raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
     logger.info("%d continuations written to %s", len(results), path)

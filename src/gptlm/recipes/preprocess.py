@@ -22,10 +22,11 @@ from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
 from gptlm.data.workers import interrupts_ignored
 from gptlm.data.writer import IndexedTokensWriter
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
+from gptlm.training.disk import write_failure
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
             shard = {"shard": list(job.shard), "shard_of": _identity(job, files, key)} if job.shard != (1, 1) else {}
             written += writer.finish(facts | shard)
     except OSError as error:
-        raise GptlmError(f"cannot write {arguments.output_prefix}: {error.strerror or error}") from error
+        output = Path(arguments.output_prefix or "")
+        raise GptlmError(f"cannot write {output}: {write_failure(error, output)}") from error
     finally:
         with interrupts_ignored():
             for writer in writers:
@@ -110,6 +112,7 @@ def _prefixes(job: PreprocessJob) -> list[str]:
     return [f"{prefix}_{key}_{level}" for key in job.arguments.json_keys] if job.megatron else [prefix]
 
 
+@doing("encoding the texts")
 def _encode(
     job: PreprocessJob, tokenizer: PreTrainedTokenizerBase, files: list[Path], writers: list[IndexedTokensWriter]
 ) -> Progress:
@@ -119,9 +122,8 @@ def _encode(
         try:
             Path(tokenizer_file).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
         except OSError as error:
-            raise GptlmError(
-                f"cannot write into {folder}: {error.strerror}; set TMPDIR to a folder with room"
-            ) from error
+            reason = write_failure(error, Path(folder))
+            raise GptlmError(f"cannot write into {folder}: {reason}; TMPDIR names another folder") from error
         settings = EncodeSettings(
             tokenizer_file=tokenizer_file,
             keys=tuple(arguments.json_keys),

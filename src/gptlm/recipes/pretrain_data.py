@@ -26,7 +26,7 @@ from gptlm.data.splits import (
     default_cache_folders,
     refuse_short,
 )
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def sample_counts(run: PretrainRun) -> dict[str, int]:
     }
 
 
+@doing("building the sample index")
 def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainingArguments) -> Datasets:
     """Checked datasets; one process per node builds the index (one in all with share_folder), the others wait.
 

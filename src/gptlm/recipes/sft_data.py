@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.sft import SftRun
 from gptlm.data.examples import Example
 from gptlm.data.sft import Encoder, Lengths, PackCollator, Row, RowCollator, filled_up, packed, with_targets
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import continue_rows
 from gptlm.recipes.sft_sources import Sources, read
 from gptlm.training.sft import Continuation
@@ -40,6 +40,7 @@ class SftData:
         return max(1, round(total / max(len(self.train), 1)))
 
 
+@doing("reading the examples")
 def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> SftData:
     """Everything in `sources` (see `find_sources`) read and encoded.
 

@@ -19,7 +19,7 @@ from gptlm.data.examples import (
     read_examples,
     read_records,
 )
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ def _hub_records(source: str) -> Iterable[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # datasets, huggingface_hub and requests each raise their own kinds
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = reason_of(error)
         raise GptlmError(
-            f"the dataset {name} can be had neither from this machine nor from the HuggingFace hub ({reason}); give "
-            "--dataset_name_or_path a local file or folder"
+            f"the dataset {name} can be had neither from this machine nor from the HuggingFace hub ({reason}); "
+            "give --dataset_name_or_path a local file or folder"
         ) from error
     return ((f"{name} {split}, row {number}", row) for number, row in enumerate(rows))
 

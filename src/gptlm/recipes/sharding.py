@@ -7,7 +7,7 @@ from typing import Any
 
 from gptlm.config.layouts import PIPELINE_STAGE
 from gptlm.config.run import Run
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, reason_of
 from gptlm.parallel.zero import Wanted, filled, stage_of, zero_config
 from gptlm.recipes.machine import Machine, precision_of
 
@@ -94,12 +94,14 @@ def _wanted(run: Run, machine: Machine) -> Wanted:
 def _check_zero(config: dict[str, Any], name: str) -> None:
     """DeepSpeed's own check of its ZeRO settings, as a sentence; "auto" is filled in by the Trainer later."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
 
     zero = config.get("zero_optimization", {})
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
     except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
+        found = error.errors() if isinstance(error, ValidationError) else []  # its text is a page
+        reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found) or reason_of(error)
         raise UsageError(f"{name}: DeepSpeed refuses zero_optimization: {reason}") from error
 
 

@@ -8,6 +8,7 @@ from gptlm.config.tools import TokenizerArguments
 from gptlm.data.corpus import read_texts
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
+from gptlm.training.disk import write_failure
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,6 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
         trained.save_pretrained(folder)
         trained.backend_tokenizer.model.save(str(folder))  # GPT-2's two files, for tools that want them
     except OSError as error:
-        raise GptlmError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
+        raise GptlmError(f"cannot write the tokenizer to {folder}: {write_failure(error, folder)}") from error
     logger.info("tokenizer with %d entries (%s) written to %s", len(trained), fingerprint(trained), folder)
     return folder

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import Run
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, doing
 from gptlm.model.files import check_weights
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import tracker_callbacks
@@ -153,7 +153,8 @@ def train(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | Non
         same = start.facts["order"] == trainer.facts["order"]
         promise = "none of them is read again" if same else "the next ones are taken from the new order"
         logger.info("resuming from %s: step %d, %d samples consumed, %s", start.path, step, samples, promise)
-    result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+    with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
+        result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
     trainer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
@@ -192,7 +193,8 @@ def _clear_output(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoi
 
 def evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
     """Evaluate and report; `name` is the split, and the prefix of every metric."""
-    metrics = trainer.evaluate(dataset, metric_key_prefix=name)
+    with doing(f"evaluating ({name})"):
+        metrics = trainer.evaluate(dataset, metric_key_prefix=name)
     metrics.pop(f"{name}_model_preparation_time", None)
     report(trainer, name, metrics)
     return metrics

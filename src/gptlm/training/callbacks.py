@@ -1,9 +1,13 @@
 """Small things that happen at fixed moments of the Trainer's loop."""
 
+import logging
+import time
 from typing import Any
 
 import torch
 from transformers import ProgressCallback, TrainerCallback
+
+logger = logging.getLogger(__name__)
 
 
 class ProgressBar(ProgressCallback):
@@ -11,6 +15,42 @@ class ProgressBar(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         pass
+
+
+class PlainProgress(TrainerCallback):
+    """Where there is no bar: a line when nothing was logged for a minute, so that a long wait is no silence."""
+
+    SECONDS = 60.0
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._restart()
+
+    def on_log(self, args, state, control, **kwargs):
+        self._restart()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._restart()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._is_due():
+            logger.info("step %d of %d", state.global_step, state.max_steps)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        self.evaluated += 1
+        if self._is_due():
+            logger.info("evaluation: batch %d of %d", self.evaluated, len(eval_dataloader))
+
+    def _restart(self) -> None:
+        self.said, self.evaluated = time.monotonic(), 0
+
+    def _is_due(self) -> bool:
+        due = time.monotonic() - self.said >= self.SECONDS
+        if due:
+            self.said = time.monotonic()
+        return due
 
 
 class OwnDropoutPerRank(TrainerCallback):

@@ -17,7 +17,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
+from gptlm.training.disk import is_of_writing, write_failure
 
 MANIFEST = "manifest.json"
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
@@ -66,7 +67,7 @@ def read(path: Path) -> Checkpoint:
     except FileNotFoundError:
         raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
     except (ValueError, KeyError, AttributeError) as error:
-        raise GptlmError(f"the checkpoint {path} has a damaged {MANIFEST}: {error}") from error
+        raise GptlmError(f"the checkpoint {path} has a damaged {MANIFEST}: {reason_of(error)}") from error
     for name, size in files.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else None
@@ -138,35 +139,38 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, what: str) -> Iterator[None]:
-    """A failure to write as one sentence; safetensors and torch.save have their own exceptions for a full disk."""
+def writing(path: Path, what: str, more: str = "earlier checkpoints are whole") -> Iterator[None]:
+    """A failure to write `what` to `path` as one sentence, and nothing half-written beside it.
+
+    Errors that are none of writing (memory, another process, another library's own checks) pass.
+    """
     try:
-        yield
+        with doing(f"saving {what}"):
+            yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if "gloo" in reason or "NCCL" in reason:  # another process died, which tells why itself
+        if not is_of_writing(error):
             raise
-        free = shutil.disk_usage(path if path.exists() else path.parent).free
+        reason = write_failure(error, path)
         remove_leftovers(path.parent)  # what was written of it would fill the disk
-        advice = "does another run write into this folder?" if isinstance(error, FileNotFoundError) else "make room"
-        raise GptlmError(
-            f"cannot write {what} {path}: {reason} ({free:,} bytes are free there); earlier checkpoints are whole; "
-            f"{advice}, then start the same command again"
-        ) from error
+        kept = f"; {more}" if more else ""
+        raise GptlmError(f"cannot write {what} {path}: {reason}{kept}; then start the same command again") from error
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
     """A checkpoint file whose content is damaged although its size is right, as one sentence."""
     try:
-        yield
+        with doing(f"reading the checkpoint {path}"):
+            yield
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
-        if isinstance(error, GptlmError):
+        if isinstance(error, GptlmError) or is_out_of_memory(error):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise GptlmError(
-            f"the checkpoint {path} cannot be read: {reason}; remove that folder to go on from an older one"
-        ) from error
+        advice = (
+            "mend the cause, or remove that folder to go on from an older one"
+            if isinstance(error, OSError)
+            else "remove that folder to go on from an older one"
+        )
+        raise GptlmError(f"the checkpoint {path} cannot be read: {reason_of(error)}; {advice}") from error
 
 
 def _flush(path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 WARM_UP = 2  # calls before the recording: code is compiled, libraries make their plans and work spaces
 
@@ -76,7 +76,7 @@ class RecordedPasses:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._made = self.passes(self._inputs)
         except RuntimeError as error:  # torch cannot go on in this process
-            reason = str(error.__context__ or error).splitlines()[0]
+            reason = reason_of(error.__context__ or error)
             raise GptlmError(f"the passes cannot be recorded; try again with --cuda_graphs 0: {reason}") from error
         self._graph = graph
         self._gradients = [parameter.grad for parameter in self.parameters]

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 from transformers import TrainerState
 
+from gptlm.errors import reason_of
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.engine import whole
@@ -204,8 +206,31 @@ class SavingTrainer(LayoutTrainer):
                 self.args.world_size,
             )
             return
-        with checkpoint.reading(folder):
-            super()._load_rng_state(folder)
+        unreadable = next(filter(None, self._of_all(self._load_own_rng_state(folder))), None)
+        if unreadable:  # on one process: all draw anew, some of them share their numbers
+            torch.manual_seed(self.dropout_seed + 1_000_003 * facts["global_step"])
+            logger.warning("the random states of %s cannot be read (%s): dropout draws new numbers", folder, unreadable)
+
+    def _load_own_rng_state(self, folder: str) -> str | None:
+        """This process's random states; returns why they cannot be had."""
+        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if not (Path(folder) / name).is_file():
+            return f"{name} is missing"
+        reconstruct: Any = np.ones(1).__reduce__()[0]
+        numpy_1 = torch.serialization.safe_globals([(reconstruct, "numpy.core.multiarray._reconstruct")])
+        try:
+            with numpy_1:  # where numpy 1 had the function
+                super()._load_rng_state(folder)
+        except Exception as error:  # damaged pickles make torch raise nearly anything
+            return f"{name}: {reason_of(error)}"
+        return None
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """`value` of each process."""
+        found = [value] * self.args.world_size
+        if self.args.world_size > 1:
+            dist.all_gather_object(found, value)
+        return found
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.parallel.at_once import ZeroAtOnce
 from gptlm.parallel.engine import ShardGroups, ZeroLossScale
 from gptlm.training.graphs import RecordedPasses, Tensors
@@ -124,7 +124,7 @@ class SteppingTrainer(Trainer):
             except (AttributeError, ImportError, RuntimeError, OSError) as error:
                 if "offload" not in json.dumps(self.args.deepspeed or ""):
                     raise
-                raise GptlmError(OFFLOAD.format(reason=str(error).strip().splitlines()[0])) from error
+                raise GptlmError(OFFLOAD.format(reason=reason_of(error))) from error
         if shards:
             shards.attach(self.model_wrapped)
         if self.is_deepspeed_enabled and self.loss_scale is not None:

@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import nested_gather
 
 from gptlm.errors import GptlmError
 from gptlm.training import checkpoint
-from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, ProgressBar
+from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, PlainProgress, ProgressBar
 from gptlm.training.evaluation import loss_sum, mean_loss
 from gptlm.training.log_formats import FORMATS, Evaluation, Step
 from gptlm.training.logging import Throughput, log_line, train_fields
@@ -85,8 +85,7 @@ class PretrainTrainer(SavingTrainer):
         )
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        if not self.args.disable_tqdm:
-            self.add_callback(ProgressBar())
+        self.add_callback(PlainProgress() if self.args.disable_tqdm else ProgressBar())
         self.add_callback(OwnDropoutPerRank(self))
         self.add_callback(Bookkeeping(self))
 

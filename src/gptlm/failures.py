@@ -1,0 +1,89 @@
+"""What a command says of an error that is not ours: one line, and the traceback in a file (or here with --debug)."""
+
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from gptlm.errors import GptlmError, is_out_of_memory, reason_of, stage_of
+
+DEBUG = "--debug"
+DEBUG_VARIABLE = "GPTLM_DEBUG"  # carries the flag to processes that a command starts
+DEBUG_HELP = """
+With --debug the traceback of an unexpected error is printed instead of written to gptlm-error-PID.log."""
+PLACE = "output folder: "  # begins the note that `logged_in` leaves on an exception
+MEMORY_ADVICE = {
+    "pretrain": "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, --recompute 1, "
+    "or --sharding",
+    "sft": "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, --recompute 1, "
+    "or --lora",
+    "predict": "give a smaller --batch_size, shorter texts, or --bf16",
+    "evaluate": "give a smaller --batch_size, a smaller --max_seq_length, or --bf16",
+}
+
+
+def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
+    """`words` without --debug, and whether it was there; one with a value is another library's flag and stays."""
+    ends = [*words[1:], "--"]
+    kept = [word for word, after in zip(words, ends, strict=True) if word != DEBUG or not after.startswith("-")]
+    return kept, len(kept) < len(words)
+
+
+@contextmanager
+def logged_in(folder: str | Path | None) -> Iterator[None]:
+    """The traceback of an unexpected error inside goes to `folder`, if it is there by then."""
+    try:
+        yield
+    except Exception as error:
+        if folder and not isinstance(error, GptlmError):
+            error.add_note(f"{PLACE}{folder}")
+        raise
+
+
+def report(error: Exception, command: str, *, debug: bool) -> str:
+    """The one line about `error`; its traceback is printed or written."""
+    stage = stage_of(error) or f"while running gptlm {command}"
+    if is_out_of_memory(error):
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        what = f"memory does not suffice {stage}" + (f" ({asked[1]} more were asked for)" if asked else "")
+        line = f"{what}; {MEMORY_ADVICE.get(command, 'free memory, or take a machine with more')}"
+    else:
+        reason, kind = reason_of(error), type(error).__name__
+        line = f"{stage}: {kind if reason == kind else f'{kind}: {reason}'}"
+    if debug:
+        traceback.print_exception(error)
+        return line
+    return f"{line}; {_written(error, command)}"
+
+
+def _written(error: Exception, command: str) -> str:
+    """Write the traceback; says where it is."""
+    notes = [note.removeprefix(PLACE) for note in getattr(error, "__notes__", ()) if note.startswith(PLACE)]
+    text = "".join(traceback.format_exception(error))
+    head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} gptlm {command}, {_versions()}\n{' '.join(sys.argv)}\n"
+    for folder in [*notes, tempfile.gettempdir()]:
+        path = Path(folder) / f"gptlm-error-{os.getpid()}.log"
+        try:
+            with path.open("a", encoding="utf-8") as file:  # another machine may have the same number
+                file.write(f"{head}{text}\n")
+        except OSError:
+            continue
+        return f"the traceback is in {path} ({DEBUG} prints it)"
+    return f"{DEBUG} prints the traceback"
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in ("gptlm", "torch", "transformers"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

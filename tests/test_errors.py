@@ -1,0 +1,63 @@
+"""What is passed on of another library's message: one whole sentence, without terminal codes."""
+
+import errno
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of, stage_of
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no room. Try more.\nSecond line"), "no room"),
+        (
+            ValueError("pip 1.5 of e.g. torch is old, \x1b[1mdo not\x1b[0m use it\nmore"),
+            "pip 1.5 of e.g. torch is old, do not use it",
+        ),
+        (
+            RuntimeError("Error(s) in loading X:\n\tsize mismatch for a.\n\tsize mismatch for b."),
+            "Error(s) in loading X: size mismatch for a",
+        ),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "No space left on device"),
+        (KeyError("cpu"), "'cpu' is missing"),
+        (ValueError(), "ValueError"),
+        (ValueError("w " * 300 + "end"), "w " * 300 + "end"),
+    ],
+)
+def test_a_reason_is_a_whole_sentence(error, says):
+    assert reason_of(error) == says
+
+
+def test_torchs_page_about_pickles_is_one_sentence(tmp_path):
+    """The text that torch writes today: bold type, advice to trust the file, links."""
+    torch.save({"a": np.float64(1)}, tmp_path / "x")
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        torch.load(tmp_path / "x", weights_only=True)
+    assert "\x1b[1m" in str(caught.value)
+    assert reason_of(caught.value) == "Weights only load failed"
+
+
+def test_the_innermost_stage_counts_and_our_own_errors_have_none():
+    def fail(error):
+        with doing("training"), doing(lambda: "reading row 3"):
+            raise error
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail(ZeroDivisionError())
+    assert stage_of(caught.value) == "while reading row 3"
+    with pytest.raises(GptlmError) as ours:
+        fail(GptlmError("x"))
+    assert stage_of(ours.value) is None
+
+
+def test_memory_that_does_not_suffice_is_known_by_each_of_its_names():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(ValueError("out of memory lane"))
