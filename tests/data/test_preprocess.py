@@ -34,11 +34,11 @@ def corpus(tmp_path, tokenizer):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
 
-    def encode(name, *, workers=1, eos=None, strip=True, allow=False, limit=None, **more):
+    def encode(name, *, workers=1, eos=None, strip=True, allow=False, limit=None, on_part=print, **more):
         settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), eos, strip, allow, **more)
         writer = IndexedTokensWriter(str(tmp_path / name), len(tokenizer))
         batches = read_batches(list_files(str(tmp_path / "t.jsonl")))
-        progress = write_corpus(batches, settings, [writer], workers=workers, max_documents=limit)
+        progress = write_corpus(batches, settings, [writer], workers=workers, max_documents=limit, on_part=on_part)
         writer.finish({})
         return progress, open_tokens(str(tmp_path / name))
 
@@ -252,9 +252,14 @@ def test_missing_sentence_data_says_where_to_get_it(tmp_path, monkeypatch):
         sentence_splitter("english", False)
 
 
-def test_a_document_of_40_megabytes(corpus, tmp_path, tokenizer):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_document_of_40_megabytes(corpus, tmp_path, tokenizer, workers):
+    """Its progress is told every 4 MiB."""
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "word document says " * 2_100_000}) + "\n")
-    progress, tokens = corpus("long", backend="gigatoken")
+    parts = []
+    progress, tokens = corpus("long", backend="gigatoken", workers=workers, on_part=parts.append)
+    assert len(parts) == 9 and {part.size for part in parts} == {progress.read}
+    assert all(number <= part.done / (1 << 22) < number + 0.2 for number, part in enumerate(parts, start=1))
     once = tokenizer("word document says word document says")["input_ids"]
     again = len(once) - len(tokenizer("word document says")["input_ids"])
     assert progress.read > 39e6 and len(tokens) == 1

@@ -44,6 +44,21 @@ def test_what_a_worker_raises_arrives_with_its_traceback():
     assert "in work" in caught.value.__notes__[0]
 
 
+def telling(item, report):
+    report(("half", item))
+    return work(item)
+
+
+def test_reports_come_before_their_answers_in_the_thread_that_waits():
+    told, thread = [], threading.get_ident()
+    answers = Workers(2, telling, lambda value: told.append((value, threading.get_ident()))).map([1, 2, 3])
+    for answer in answers:
+        assert (("half", int(answer**0.5)), thread) in told
+    assert len(told) == 3
+    with pytest.raises(GptlmError, match="worker processes died"):
+        list(Workers(2, telling, told.append).map([1, 8]))
+
+
 @pytest.mark.parametrize("deadly", [8, 9])
 def test_the_death_of_a_worker_is_an_error_whatever_it_was_doing(deadly):
     with pytest.raises(GptlmError, match="one of the 2 worker processes died"):

@@ -1,7 +1,7 @@
 """Texts to ids: by `tokenizers`, or with the same result many times faster by gigatoken."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from gptlm.data.cutting import PIECE, Cutter
 from gptlm.errors import GptlmError
 
 COMPARED = 1 << 16  # characters of each of the first texts that both encode
@@ -18,6 +19,9 @@ Ids = tuple[np.ndarray, np.ndarray]
 
 class TextEncoder:
     """`encoder(texts)` gives the ids of all texts back to back (int32) and the length of each text (int64).
+
+    Long texts are encoded in pieces, as far as that changes no id: the results of `tokenizers` take 140 bytes per
+    character on the way.
 
     The first texts gigatoken encodes are encoded by `tokenizers` as well and must come out the same.
 
@@ -37,8 +41,40 @@ class TextEncoder:
         self.tokenizer.no_padding()
         self.fast = _gigatoken(tokenizer_file, allow_special_tokens) if backend == "gigatoken" else None
         self.compared = False
+        self.cutter = Cutter(self.tokenizer, allow_special_tokens, self._lists)
 
-    def __call__(self, texts: Sequence[str]) -> Ids:
+    def __call__(self, texts: Sequence[str], report: Callable[[int], None] = lambda characters: None) -> Ids:
+        """The ids of `texts`. `report` is told how many characters are encoded, now and then."""
+        found: list[np.ndarray] = []
+        lengths = np.zeros(len(texts), np.int64)
+        for owners, pieces in self._groups(texts):
+            ids, sizes = self._encode_group(pieces)
+            found.append(ids)
+            np.add.at(lengths, owners, sizes)
+            report(sum(map(len, pieces)))
+        return np.concatenate(found) if found else np.empty(0, np.int32), lengths
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+        """Texts and pieces of texts of some `PIECE` characters together, and which text each belongs to."""
+        owners: list[int] = []
+        pieces: list[str] = []
+        size = 0
+        for number, text in enumerate(texts):
+            for piece in self.cutter.pieces(text) if len(text) > 2 * PIECE else (text,):
+                owners.append(number)
+                pieces.append(piece)
+                size += len(piece)
+                if size >= PIECE:
+                    yield owners, pieces
+                    owners, pieces, size = [], [], 0
+        if pieces:
+            yield owners, pieces
+
+    def _lists(self, texts: list[str]) -> list[list[int]]:
+        ids, lengths = self._encode(texts)
+        return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+
+    def _encode_group(self, texts: Sequence[str]) -> Ids:
         if self.fast is None:
             return self._encode(texts)
         if not self.compared and texts:

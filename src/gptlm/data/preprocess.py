@@ -15,6 +15,7 @@ from gptlm.data.sentences import Splitter, sentence_splitter
 from gptlm.data.workers import Workers, one_thread
 from gptlm.data.writer import IndexedTokensWriter
 
+STEP = 1 << 22  # bytes of a large document between reports
 REASONS_KEPT = 10  # bad documents named at the end
 
 
@@ -72,6 +73,17 @@ class Encoded:
     read: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """How much of a batch that is not finished is encoded, in bytes of its file."""
+
+    done: int
+    size: int
+
+
+Report = Callable[[Part], None]
+
+
 @dataclass
 class Progress:
     """Totals so far: documents read, without text, left out as bad (and why, the first few), bytes, seconds."""
@@ -84,21 +96,38 @@ class Progress:
     seconds: float = 0.0
 
 
-def encode(settings: EncodeSettings, batch: Batch) -> Encoded:
-    """Encode one batch; runs in a worker process."""
+def encode(settings: EncodeSettings, batch: Batch, report: Report = lambda part: None) -> Encoded:
+    """Encode one batch; runs in a worker process. `report` is told now and then how far a large one is."""
     documents, bad = good_texts_of(batch, settings.keys) if settings.skip_bad else (texts_of(batch, settings.keys), [])
     found = []
+    characters = sum(len(text) for texts in documents for text in texts)
+    steps = _Steps(batch.read, characters, report)
     for key in range(len(settings.keys)):
         texts = [texts[key].strip() if settings.strip else texts[key] for texts in documents]
-        found.append(_sequences(settings, texts))
+        found.append(_sequences(settings, texts, steps.add))
     return Encoded(tuple(found), len(documents), bad, batch.read)
 
 
-def _sequences(settings: EncodeSettings, texts: list[str]) -> Sequences:
+class _Steps:
+    """Turns characters that are encoded into `Part`s, one per `STEP` bytes of a batch larger than that."""
+
+    def __init__(self, size: int, characters: int, report: Report):
+        self._size, self._characters, self._report = size, max(1, characters), report
+        self._done, self._said = 0, 0
+
+    def add(self, characters: int) -> None:
+        self._done += characters
+        done = min(self._size, self._size * self._done // self._characters)
+        if self._size > STEP and done - self._said >= STEP:
+            self._said = done
+            self._report(Part(done, self._size))
+
+
+def _sequences(settings: EncodeSettings, texts: list[str], report: Callable[[int], None]) -> Sequences:
     split = _splitter(settings.sentences, settings.keep_newlines)
     parts = [split(text) for text in texts]
     encoder = _encoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
-    ids, lengths = encoder([part for document in parts for part in document])
+    ids, lengths = encoder([part for document in parts for part in document], report)
     owner = np.repeat(np.arange(len(parts)), [len(document) for document in parts])  # the document of each part
     owner, lengths = owner[lengths > 0], lengths[lengths > 0]
     firsts = np.flatnonzero(np.diff(owner, prepend=-1))
@@ -123,6 +152,7 @@ def write_corpus(
     workers: int,
     max_documents: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_part: Report = lambda part: None,
 ) -> Progress:
     """Encode `batches` into one writer per key, in order. The caller finishes or abandons the writers.
 
@@ -130,7 +160,7 @@ def write_corpus(
         GptlmError: as `read_batches` and `texts_of`, or if a worker process died.
     """
     progress, started = Progress(), time.monotonic()
-    with closing(_encode_all(_limited(batches, max_documents), settings, workers)) as answers:
+    with closing(_encode_all(_limited(batches, max_documents), settings, workers, on_part)) as answers:
         for encoded in answers:
             for writer, found in zip(writers, encoded.sequences, strict=True):
                 writer.add(found.ids, found.lengths, found.documents)
@@ -166,12 +196,14 @@ def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Ba
             return
 
 
-def _encode_all(batches: Iterator[Batch], settings: EncodeSettings, workers: int) -> Generator[Encoded, None, None]:
+def _encode_all(
+    batches: Iterator[Batch], settings: EncodeSettings, workers: int, on_part: Report
+) -> Generator[Encoded, None, None]:
     if workers == 1:
         one_thread()
-        yield from (encode(settings, batch) for batch in batches)
+        yield from (encode(settings, batch, on_part) for batch in batches)
         return
-    pool: Workers[list[Batch], list[Encoded]] = Workers(workers, partial(_encode_group, settings))
+    pool: Workers[list[Batch], list[Encoded]] = Workers(workers, partial(_encode_group, settings), on_part)
     with closing(pool.map(_grouped(batches))) as answers:
         for answer in answers:
             yield from answer
@@ -190,5 +222,5 @@ def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
     yield group
 
 
-def _encode_group(settings: EncodeSettings, group: list[Batch]) -> list[Encoded]:
-    return [encode(settings, batch) for batch in group]
+def _encode_group(settings: EncodeSettings, group: list[Batch], report: Report) -> list[Encoded]:
+    return [encode(settings, batch, report) for batch in group]

@@ -5,8 +5,9 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from gptlm.errors import GptlmError
 
 ITEMS_AHEAD = 4  # items in flight per worker; bounds memory however many there are
+SECONDS_BETWEEN_REPORTS = 0.5
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -26,12 +28,16 @@ Answer = TypeVar("Answer")
 class Workers(Generic[Item, Answer]):
     """Up to `count` processes behind a pipe each; `function` must be picklable.
 
+    With `on_report`, `function(item, report)` may call `report(value)` meanwhile; `on_report` gets the value in the
+    process and thread that waits for the answers.
+
     `ProcessPoolExecutor` shares one pipe, on which it waits for ever if a worker is killed while it sends an answer.
     Here the death of a worker ends its pipe, whatever it was doing.
     """
 
-    def __init__(self, count: int, function: Callable[[Item], Answer]):
-        self._count, self._function = count, function
+    def __init__(self, count: int, function: Callable[..., Answer], on_report: Callable[[Any], None] | None = None):
+        self._count, self._function, self._on_report = count, function, on_report
+        self._reports: SimpleQueue[Any] = SimpleQueue()
         self._context = get_context("spawn")  # a forked child would inherit the threads of tokenizers and hang
         self._processes: list[BaseProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
@@ -51,9 +57,9 @@ class Workers(Generic[Item, Answer]):
                     self._start()
                 in_flight.append(threads.submit(self._ask, item))
                 if len(in_flight) >= self._count * ITEMS_AHEAD:
-                    yield in_flight.popleft().result()
+                    yield self._result(in_flight.popleft())
             while in_flight:
-                yield in_flight.popleft().result()
+                yield self._result(in_flight.popleft())
         finally:
             with interrupts_ignored():  # a second Ctrl-C finds nothing half closed
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -63,9 +69,20 @@ class Workers(Generic[Item, Answer]):
                 for process in self._processes:
                     process.join()
 
+    def _result(self, future: Future) -> Answer:
+        while self._on_report is not None:
+            done, _ = wait([future], timeout=SECONDS_BETWEEN_REPORTS)
+            while not self._reports.empty():
+                self._on_report(self._reports.get())
+            if done:
+                break
+        return future.result()
+
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self._function), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(theirs, self._function, self._on_report is not None), daemon=True
+        )
         ensure_running()  # else it is started below, and unblocks Ctrl-C
         with _interrupts_later():
             process.start()
@@ -77,7 +94,9 @@ class Workers(Generic[Item, Answer]):
         connection = self._idle.get()
         try:
             connection.send(item)
-            answer, error = connection.recv()
+            while (message := connection.recv())[0] == "report":
+                self._reports.put(message[1])
+            _, answer, error = message
         except (EOFError, OSError) as end:
             raise GptlmError(
                 f"one of the {self._count} worker processes died (killed, or out of memory); "
@@ -95,21 +114,27 @@ def one_thread() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _serve(connection: Connection, function: Callable) -> None:
+def _serve(connection: Connection, function: Callable, reports: bool) -> None:
     """The life of a worker; it ends with its parent, whose end of the pipe is closed then."""
     one_thread()
+    if reports:
+        function = partial(_reporting, function, connection)
     try:
         while True:
             item = connection.recv()
-            answer: tuple[Any, Exception | None]
+            answer: tuple[str, Any, Exception | None]
             try:
-                answer = (function(item), None)
+                answer = ("answer", function(item), None)
             except Exception as error:
                 error.add_note(traceback.format_exc())
-                answer = (None, error)
+                answer = ("answer", None, error)
             connection.send(answer)
     except (EOFError, OSError):
         return
+
+
+def _reporting(function: Callable, connection: Connection, item: Any) -> Any:
+    return function(item, lambda value: connection.send(("report", value)))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.endings import missing_end
 from gptlm.data.indexed import open_tokens
-from gptlm.data.preprocess import EncodeSettings, Progress, write_corpus
+from gptlm.data.preprocess import EncodeSettings, Part, Progress, write_corpus
 from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
 from gptlm.data.workers import interrupts_ignored
@@ -146,6 +146,7 @@ def _encode(
                 workers=arguments.workers,
                 max_documents=arguments.max_doc_num,
                 on_progress=bar.show,
+                on_part=bar.show_part,
             )
 
 
@@ -190,10 +191,19 @@ class _Bar:
         self.bar.close()
 
     def show(self, progress: Progress) -> None:
+        self.bar.set_postfix_str("", refresh=False)
         self.bar.update(progress.read - self.bar.n)
         if self.bar.disable and progress.documents - self.said >= self.log_interval:
             self.said = progress.documents
             logger.info("Processed %s", _rate(progress))
+
+    def show_part(self, part: Part) -> None:
+        """How far a document is that takes long; `show` counts it when it is finished."""
+        text = f"{part.done / (1 << 20):.0f} of {part.size / (1 << 20):.0f} MB of a long document"
+        if self.bar.disable:
+            logger.info("Encoded %s", text)
+        else:
+            self.bar.set_postfix_str(text)
 
 
 def _rate(progress: Progress) -> str:
