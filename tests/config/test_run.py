@@ -267,6 +267,8 @@ def test_epochs_become_steps_when_the_data_is_known():
     assert (counted.training.max_steps, counted.training.warmup_steps, counted.training.decay_steps) == (100, 10, 100)
     assert (counted.training.save_strategy, counted.training.save_steps) == ("steps", 40)
     assert counted.sources["max_steps"] == "derived: 2.5 x 40 steps per epoch"
+    partial = with_epochs_counted(run, 40, last_step=97).training  # of a trainer that knows when epochs end
+    assert (partial.max_steps, partial.save_strategy, partial.save_steps) == (97, "epoch", 500)
 
 
 def test_found_commands_parse(shared, tmp_path, monkeypatch):

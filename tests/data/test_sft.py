@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gptlm.data.examples import Turn
-from gptlm.data.sft import Encoder, Lengths, PackCollator, RowCollator, Shuffled, filled_up, packed, with_targets
+from gptlm.data.sft import Encoder, Lengths, PackCollator, RowCollator, filled_up, packed, with_targets
 
 END = 0
 
@@ -94,15 +94,6 @@ def test_a_packed_batch():
     short = PackCollator(END)([[one], [three]])
     assert short["cu_seqlens"].tolist() == [0, 2, 5, 10] and short["position_ids"][0].tolist() == [0, 1, 0, 1, 2]
     assert short["labels"][0].tolist() == [*codes("x."), -100, -100, -100]
-
-
-def test_epochs_are_orders_of_their_own_and_always_the_same():
-    items = list(range(10))
-    run = Shuffled(items, length=25, seed=3)
-    order = [run[i] for i in range(len(run))]
-    assert sorted(order[:10]) == sorted(order[10:20]) == items and order[:10] != order[10:20]
-    assert [Shuffled(items, length=25, seed=3)[i] for i in (24, 3, 17)] == [order[24], order[3], order[17]]
-    assert [Shuffled(items, length=25, seed=4)[i] for i in range(10)] != order[:10]
 
 
 def test_samples_that_fill_batches_up_have_no_targets():

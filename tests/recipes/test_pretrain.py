@@ -776,3 +776,15 @@ def test_float8_without_torchao_is_said_before_anything_is_read(monkeypatch, tra
     monkeypatch.setattr("gptlm.recipes.speed.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--fp8 needs torchao, .* pip install 'gptlm\[fp8\]'"):
         train("--bf16", "--fp8", data="/no/such/folder")
+
+
+@pytest.mark.parametrize("blend", [False, True])
+def test_progress_is_in_passes_over_the_training_data(train, tmp_path, blend):
+    """96 samples of 16 tokens over the tokens of the training split, however many passes the index holds."""
+    prefixes = [write_tokens(tmp_path / name, documents=10, seed=seed) for seed, name in enumerate("ab")]
+    data = " ".join(f"0.5 {prefix}" for prefix in prefixes) if blend else prefixes[0]
+    metrics, history = train("--per_device_train_batch_size", "16", "--split", "80,20,0", data=data)
+    tokens = sum(corpus.token_count("train") for corpus in open_corpora(str(data), "80,20,0"))
+    passes = [entry["progress_or_epoch"] for entry in history if "loss" in entry]
+    assert passes == pytest.approx([16 * 16 * step / tokens for step in range(1, 7)], rel=0.04)
+    assert metrics["progress_or_epoch"] == passes[-1] and {e["progress_or_epoch"] for e in history[-2:]} == {passes[-1]}

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from gptlm.training.checkpoint import read
 from tests.conftest import ROOT, run_script
 from tests.recipes.test_sft import BASE, NO_DROPOUT, ROWS, examples, model  # noqa: F401 - fixtures
 from tests.recipes.test_sharding import TINY, losses, norms, run_session
@@ -21,6 +22,17 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
 COMPILED = ("ddp lora", "stage2 whole", "stage3 whole", "stage3 lora")
 KINDS = {"whole": [], "lora": ["--lora"], "packed": ["--zero_padding", "--max_length", "24"]}
+
+
+NINE_BATCHES = ["--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]  # on two processes: 4
+
+
+def nine_examples(folder):
+    """The words for two epochs of nine examples, whose files are written into `folder`."""
+    (folder / "nine").mkdir(exist_ok=True)
+    for name, rows in (("train", ROWS[:9]), ("dev", ROWS[:5])):
+        (folder / "nine" / f"{name}.json").write_text(json.dumps(rows))
+    return ["--dataset_name_or_path", folder / "nine", "--max_steps", -1, "--num_train_epochs", 2]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +50,7 @@ def session(model, examples, tmp_path_factory):  # noqa: F811
             cases.append((f"{name} {kind}", [*words, *sharding[name], *more]))
         saved = folder / f"{name} lora" / "checkpoint-3"
         cases.append((f"{name} again", [*words, *sharding[name], "--lora", "--resume_from_checkpoint", saved]))
+        cases.append((f"{name} nine", [*words, *sharding[name], *nine_examples(folder), *NINE_BATCHES]))
         half = ["--bf16", "--fp16_opt_level", "O2"]
         cases.append((f"{name} half", [*words, *sharding[name], "--lora", *half, "--recompute", 1]))
     for name, kind in map(str.split, COMPILED):
@@ -79,6 +92,19 @@ def test_every_strategy_trains_and_evaluates_like_one_process(session, alone, ki
             assert found["metrics"][key] == pytest.approx(wanted["metrics"][key], abs=1e-5), (name, key)
         predictions = (folder / f"{name} {kind}" / "predictions" / "eval-step-6.jsonl").read_text()
         assert predictions == wanted["predictions"], name
+
+
+def test_nine_examples_are_nine_on_any_number_of_processes(session, alone, tmp_path):
+    """Steps of 4, 4 and 1: in the last one a process has no sample, and all have a micro-batch without any."""
+    folder, results = session
+    wanted = alone(*nine_examples(tmp_path))
+    assert len(losses(wanted)) == 6
+    for name in STRATEGIES:
+        found = results[f"{name} nine"]
+        assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name
+        assert norms(found) == pytest.approx(norms(wanted), abs=1e-5), name
+        assert read(folder / f"{name} nine" / "checkpoint-6").facts["consumed_samples"] == 18, name
+        assert found["metrics"]["eval_loss"] == pytest.approx(wanted["metrics"]["eval_loss"], abs=1e-5), name
 
 
 def test_compiled_blocks_train_alike(session):

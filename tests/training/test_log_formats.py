@@ -11,8 +11,9 @@ from gptlm.training.logging import ConsoleHandler
 def step(number, **more):
     facts = {
         "number": number, "last": 500000, "loss": 11.030861855, "learning_rate": 8.33333e-09, "gradient_norm": None,
-        "loss_scale": 32768.0, "skipped": 0, "seconds": 0.50125, "reading": 0.00016, "samples": 8, "tokens": 8192,
-        "accumulation": 1, "world": 1, "flops": 0.0,
+        "loss_scale": 32768.0, "skipped": 0, "seconds": 0.50125, "reading": 0.00016, "batch": 8, "samples": 8,
+        "tokens": 8192, "consumed_samples": 8 * number, "consumed_tokens": 8192 * number, "accumulation": 1,
+        "world": 1, "flops": 0.0,
     }  # fmt: skip
     return Step(**(facts | more))
 
@@ -36,18 +37,18 @@ def test_paddlefleetx():
 
 
 def test_megatron_deepspeed():
-    """The layout of its training.py, numbers by hand: 16 samples in half a second on 8 cards."""
+    """The layout of its training.py, numbers by hand: 15.5 samples in half a second on 8 cards."""
     found = FORMATS["megatron"].step(
         step(
-            10, last=300, loss=2.5, learning_rate=4.6875e-07, gradient_norm=1.25, skipped=2, seconds=0.5, samples=16,
-            tokens=16384, world=8, flops=4e12,
+            10, last=300, loss=2.5, learning_rate=4.6875e-07, gradient_norm=1.25, skipped=2, seconds=0.5, batch=16,
+            samples=15.5, tokens=16000, consumed_samples=159, consumed_tokens=160011, world=8, flops=4e12,
         )
     )  # fmt: skip
     assert found == (
-        " iteration       10/     300 | consumed samples:          160 | consumed tokens:       163840 | "
+        " iteration       10/     300 | consumed samples:          159 | consumed tokens:       160011 | "
         "elapsed time per iteration (ms): 500.0 | learning rate: 4.688E-07 | global batch size:    16 | "
         "lm loss: 2.500000E+00 | loss scale: 32768.0 | grad norm: 1.250 | number of skipped iterations:   2 | "
-        "number of nan iterations:   0 | samples per second: 32.000 | TFLOPs: 1.00 |"
+        "number of nan iterations:   0 | samples per second: 31.000 | TFLOPs: 1.00 |"
     )
     evaluation = FORMATS["megatron"].evaluation(Evaluation("eval", 1000, 2.0, 10, 1.0)).splitlines()
     assert (

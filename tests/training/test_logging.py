@@ -26,17 +26,18 @@ def test_the_training_line_in_paddlenlp_s_order():
 def test_speed_is_what_the_clock_says(monkeypatch):
     now = [10.0]
     monkeypatch.setattr("gptlm.training.logging.time.perf_counter", lambda: now[0])
-    speed = Throughput(samples_per_step=8, tokens_per_sample=128, world=2)
-    speed.restart(5)
+    speed = Throughput(world=2)
+    speed.restart(5, (40, 5000))
     now[0] = 14.0
-    assert speed.interval(7) == {
+    assert speed.interval(7, (55, 6800)) == {
         "interval_runtime": 4.0,
-        "interval_samples_per_second": 4.0,  # 8 x 2 steps / 4 s, whole job
-        "interval_tokens_per_second_per_device": 256.0,  # 4 x 128 / 2 processes
+        "interval_samples_per_second": 3.75,  # 15 in 4 s, whole job
+        "interval_tokens_per_second_per_device": 225.0,  # 1800 in 4 s on 2 processes
         "interval_steps_per_second": 0.5,
     }
     now[0] = 15.0
-    assert speed.interval(8)["interval_runtime"] == 1.0
+    assert speed.mean == (7.5, 900.0) and speed.seconds == 2.0
+    assert speed.interval(8, (56, 6801))["interval_runtime"] == 1.0
 
 
 def test_lines_on_stdout_have_stamp_and_level(capsys):
@@ -58,9 +59,9 @@ def test_tables_are_padded():
 
 def test_utilisation_is_the_share_of_the_peak():
     """1000 tokens a second and device of 2e9 operations each are 2e12, 20 % of a peak of 1e13."""
-    throughput = Throughput(samples_per_step=8, tokens_per_sample=100, world=2, utilisation=2e9 / 1e13)
+    throughput = Throughput(world=2, utilisation=2e9 / 1e13)
     throughput._time -= 4.0  # ten steps of 800 tokens in 4 s on 2 devices
-    found = throughput.interval(10)
+    found = throughput.interval(10, (80, 8000))
     assert found["interval_tokens_per_second_per_device"] == pytest.approx(1000, rel=1e-2)
     assert found["mfu"] == pytest.approx(0.2, rel=1e-2)
-    assert "mfu" not in Throughput(samples_per_step=8, tokens_per_sample=100, world=2).interval(1)
+    assert "mfu" not in Throughput(world=2).interval(1, (8, 800))

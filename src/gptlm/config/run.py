@@ -233,21 +233,23 @@ def tried(step: Callable[[], Found], problems: list[str]) -> Found | None:
         return None
 
 
-def with_epochs_counted(run: AnyRun, steps_per_epoch: int) -> AnyRun:
+def with_epochs_counted(run: AnyRun, steps_per_epoch: int, *, last_step: int | None = None) -> AnyRun:
     """`run` with everything that waits for the data filled in: max_steps, and what is said in epochs.
 
     Args:
         steps_per_epoch: optimizer steps in one pass over the training split.
+        last_step: the one that ends num_train_epochs, where the trainer knows when epochs end and evaluates and saves
+            then; None: the epochs are so many whole batches, and evaluations and checkpoints come after as many steps.
     """
     values = {**asdict(run.training)}
     parsed = Parsed(values, dict(run.sources), [])
     if values["max_steps"] < 1:
-        steps = max(1, int(values["num_train_epochs"] * steps_per_epoch))
+        steps = max(1, int(values["num_train_epochs"] * steps_per_epoch)) if last_step is None else last_step
         parsed.set("max_steps", steps, f"derived: {values['num_train_epochs']:g} x {steps_per_epoch} steps per epoch")
-    if values["evaluation_strategy"] == "epoch":
+    if values["evaluation_strategy"] == "epoch" and last_step is None:
         parsed.set("evaluation_strategy", "steps", "derived: epoch")
         parsed.set("eval_steps", steps_per_epoch, "derived: steps per epoch")
-    if values["save_strategy"] == "epoch":
+    if values["save_strategy"] == "epoch" and last_step is None:
         parsed.set("save_strategy", "steps", "derived: epoch")
         parsed.set("save_steps", steps_per_epoch, "derived: steps per epoch")
     resolve_schedule(parsed)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from gptlm.data.examples import Example
 
@@ -114,32 +113,12 @@ def with_targets(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.learnt.any()]
 
 
-class Shuffled(Dataset):
-    """Epoch after epoch of `items`, each in an order of its own.
-
-    Args:
-        length: samples of the whole run.
-    """
-
-    def __init__(self, items: Sequence[Any], *, length: int, seed: int):
-        self.items, self.length, self.seed = items, length, seed
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        epoch, place = divmod(index, len(self.items))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
-        return self.items[self._order[place]]
+NO_TARGETS = [Row(np.zeros(3, dtype=np.int32), np.zeros(3, dtype=bool), 1)]  # a sample that adds nothing to a sum
 
 
 def filled_up(items: list[list[Row]], multiple: int) -> list[list[Row]]:
     """`items` and as many without targets that every batch of every process is whole: sums do not change."""
-    empty = Row(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=bool), 1)
-    return items + [[empty]] * (-len(items) % multiple)
+    return items + [NO_TARGETS] * (-len(items) % multiple)
 
 
 def packed(rows: Sequence[Row], length: int) -> list[list[Row]]:

@@ -57,6 +57,14 @@ def sample_counts(run: PretrainRun) -> dict[str, int]:
     }
 
 
+def samples_per_epoch(dataset: PretrainingDataset | None) -> float | None:
+    """Samples of one pass over the training split, each corpus once; the index may hold several passes."""
+    if dataset is None:
+        return None
+    parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return sum(len(part) / part.order.epochs for part in parts)
+
+
 @doing("building the sample index")
 def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainingArguments) -> Datasets:
     """Checked datasets; one process per node builds the index (one in all with share_folder), the others wait.

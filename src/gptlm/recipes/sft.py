@@ -11,7 +11,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.config.run import with_epochs_counted
 from gptlm.config.sft import SftRun
-from gptlm.data.sft import Shuffled
+from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
+from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
@@ -53,10 +54,13 @@ def sft(run: SftRun) -> dict[str, float]:
     tokenizer, new_tokens = _tokenizer(run)
     run = _with_room_for(run, tokenizer)
     data = load_data(run, sources, tokenizer)
-    total = run.batch.total
-    run = with_epochs_counted(run, -(-len(data.train) // total) or 1)
+    position, promise = _position(run, data, start)
+    steps = (len(data.train), run.batch.total)
+    done = start.facts["global_step"] if start else 0
+    last = done + steps_left(run.training.num_train_epochs, position, *steps)
+    run = with_epochs_counted(run, steps_in(*steps), last_step=last)
     with output_locked(run), process_group_closed():
-        metrics = _run(run, machine, tokenizer, new_tokens, data, start)
+        metrics = _run(run, machine, tokenizer, new_tokens, data, start, position, promise)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
@@ -71,13 +75,15 @@ def _run(
     new_tokens: list[int],
     data: SftData,
     start: checkpoint.Checkpoint | None,
+    position: Position,
+    promise: str | None,
 ) -> dict[str, float]:
     """Everything that needs the process group."""
     deepspeed = deepspeed_config(run, machine)
     if deepspeed is not None:
         start_deepspeed(on_cpu=machine.device == "cpu")
     arguments = hf_arguments(run, machine, deepspeed)
-    say_run(run, len(data.train), data.tokens_per_sample)
+    say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
     set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -90,7 +96,7 @@ def _run(
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
     trainer = SftTrainer(
         model=model,
-        train_dataset=Shuffled(data.train, length=run.batch.total * run.training.max_steps, seed=run.training.seed),
+        train_dataset=_epochs(run, data, start, position),
         eval_dataset=evaluation_samples(run, data),
         data_collator=collator(run, tokenizer),
         processing_class=tokenizer,
@@ -100,7 +106,7 @@ def _run(
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
-    metrics = train(run, trainer, start) if run.training.do_train else {}
+    metrics = train(run, trainer, start, promise) if run.training.do_train else {}
     if run.training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")
     finish(run, trainer, metrics)
@@ -110,6 +116,33 @@ def _run(
             len(new_tokens), resize_call(run.shape.vocab_size),
         )  # fmt: skip
     return metrics
+
+
+def _position(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None) -> tuple[Position, str | None]:
+    """Where in its epochs the run goes on, and that in words; the beginning of an epoch where it cannot be told."""
+    if start is None:
+        return BEGIN, None
+    noted, count = start.facts.get("epoch_position"), len(data.train)
+    if noted is None:
+        epoch = start.facts["consumed_samples"] // max(count, 1)
+        return Position(epoch, 0), f"it does not say where in its epoch: epoch {epoch + 1} starts again"
+    position = Position(*noted)
+    if position.place and start.facts["order"] != order_facts(run, data):
+        return Position(position.epoch, 0), f"data or order are not the same: epoch {position.epoch + 1} starts again"
+    return position, f"epoch {position.epoch + 1} goes on after {position.place:,} of its {count:,} samples"
+
+
+def _epochs(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None, position: Position) -> Epochs:
+    """The training data from `position` on."""
+    return Epochs(
+        data.train,
+        sizes=[Size(len(sample), sum(len(row.ids) - 1 for row in sample)) for sample in data.train],
+        filler=NO_TARGETS,
+        batch=run.batch.total,
+        steps=max(0, run.training.max_steps - (start.facts["global_step"] if start else 0)),
+        seed=run.training.seed,
+        start=position,
+    )
 
 
 def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:

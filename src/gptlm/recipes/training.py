@@ -138,8 +138,14 @@ def schedule(run: Run) -> Schedule:
     )
 
 
-def train(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> dict[str, float]:
-    """Train, save the final model, write results. A run that had reached its last step is only saved again."""
+def train(
+    run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None, promise: str | None = None
+) -> dict[str, float]:
+    """Train, save the final model, write results. A run that had reached its last step is only saved again.
+
+    Args:
+        promise: where in the data a resumed run goes on; None: at the next sample.
+    """
     _clear_output(run, trainer, start)
     if start is not None and start.facts["global_step"] >= run.training.max_steps:
         done, wanted = start.facts["global_step"], run.training.max_steps
@@ -151,14 +157,13 @@ def train(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | Non
     if start is not None:
         step, samples = start.facts["global_step"], start.facts["consumed_samples"]
         same = start.facts["order"] == trainer.facts["order"]
-        promise = "none of them is read again" if same else "the next ones are taken from the new order"
+        promise = promise or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", start.path, step, samples, promise)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
         result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
     trainer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
-    metrics["train_loss"] = trainer.mean_loss(result.training_loss)
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
     report(trainer, "train", metrics)
     evaluation = _evaluation_of_result(trainer)
@@ -231,7 +236,7 @@ def finish(run: Run, trainer: PretrainTrainer, metrics: dict[str, float]) -> Non
         return
     if trainer.args.should_save:
         trainer.state.save_to_json(str(Path(trainer.args.output_dir or "") / "trainer_state.json"))
-    if "train_steps_per_second" in metrics:
-        tokens = run.batch.total * trainer.throughput.tokens_per_sample
-        logger.info("Effective Tokens per second: %.2f", metrics["train_steps_per_second"] * tokens)
+    if "train_runtime" in metrics:
+        speed = trainer.trained.tokens / max(metrics["train_runtime"], 1e-9)
+        logger.info("Effective Tokens per second: %.2f", speed)
     logger.info("model, tokenizer, results and logs are in %s", run.training.output_dir)

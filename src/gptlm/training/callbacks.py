@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import ProgressCallback, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,16 @@ class OwnDropoutPerRank(TrainerCallback):
 
 
 class Bookkeeping(TrainerCallback):
-    """Epoch fraction by consumed samples, and a clock that starts with the training."""
+    """Epochs as the data have them (the Trainer's own loop has one, the whole run), and a clock for the speed."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.throughput.restart(state.global_step)
+        self.trainer.throughput.restart(state.global_step, self.trainer.trained)
 
     def on_step_end(self, args, state, control, **kwargs):
-        state.epoch = self.trainer.consumed_samples / self.trainer.samples_per_epoch
+        state.epoch = self.trainer.passes
+        if self.trainer.at_epoch_end and state.global_step < args.max_steps:  # at the end the Trainer's own loop ends
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH

@@ -26,7 +26,9 @@ class Step:
         loss_scale: of float16; None in other precisions.
         skipped: steps without an update, for their gradients overflowed.
         seconds, reading: mean time of a step, and what of it went by waiting for data.
-        samples, tokens: of the global batch.
+        batch: the global batch in samples.
+        samples, tokens: trained in the mean step.
+        consumed_samples, consumed_tokens: trained in the whole run.
         accumulation: micro-batches of a step.
         world: processes.
         flops: of a step over all processes, recomputation included.
@@ -41,8 +43,11 @@ class Step:
     skipped: int
     seconds: float
     reading: float
-    samples: int
-    tokens: int
+    batch: int
+    samples: float
+    tokens: float
+    consumed_samples: int
+    consumed_tokens: int
     accumulation: int
     world: int
     flops: float
@@ -120,11 +125,11 @@ def _megatron(step: Step) -> str:
     scale = 1.0 if step.loss_scale is None else step.loss_scale
     fields = [
         f"iteration {step.number:8d}/{step.last:8d}",
-        f"consumed samples: {step.number * step.samples:12d}",
-        f"consumed tokens: {step.number * step.tokens:12d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"consumed tokens: {step.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {step.seconds * 1000:.1f}",
         f"learning rate: {step.learning_rate:.3E}",
-        f"global batch size: {step.samples:5d}",
+        f"global batch size: {step.batch:5d}",
         f"lm loss: {step.loss:.6E}",
         f"loss scale: {scale:.1f}",
         f"grad norm: {step.gradient_norm:.3f}" if step.gradient_norm is not None else "",
@@ -149,7 +154,7 @@ def _oneflow_fields(step: Step) -> dict[str, str]:
     return {
         "step": str(step.number),
         "micro_batches": str(step.number * step.accumulation),
-        "samples": str(step.number * step.samples),
+        "samples": str(step.consumed_samples),
         "throughput": f"{step.samples / step.seconds:.5f}",
         "latency": f"{step.seconds:.5f}",
         "loss": f"{step.loss:.5f}",

@@ -64,22 +64,22 @@ class Throughput:
     """Speed between two log lines.
 
     Args:
-        samples_per_step: global batch in samples.
-        tokens_per_sample: sequence length.
         world: processes of the job.
         utilisation: share of a device's peak that one token per second is; None: not known.
+
+    Attributes:
+        mean: samples and tokens of the mean step between the last two log lines.
+        seconds, reading: how long it took, and what of that went by waiting for data.
     """
 
-    def __init__(self, *, samples_per_step: int, tokens_per_sample: int, world: int, utilisation: float | None = None):
-        self.samples_per_step = samples_per_step
-        self.tokens_per_sample = tokens_per_sample
+    def __init__(self, *, world: int, utilisation: float | None = None):
         self.world = world
         self.utilisation = utilisation
-        self.restart(0)
+        self.restart(0, (0, 0))
 
-    def restart(self, step: int) -> None:
-        """Measure from now on, at `step`."""
-        self._step, self._time, self._reading = step, time.perf_counter(), 0.0
+    def restart(self, step: int, trained: tuple[int, int]) -> None:
+        """Measure from now on, at `step`, after `trained` samples and tokens."""
+        self._step, self._trained, self._time, self._reading = step, trained, time.perf_counter(), 0.0
 
     def waited(self, seconds: float) -> None:
         """Add time spent waiting for data."""
@@ -89,17 +89,18 @@ class Throughput:
         """Leave out the last `seconds`, in which nothing was trained."""
         self._time = min(self._time + seconds, time.perf_counter())
 
-    def interval(self, step: int) -> dict[str, float]:
+    def interval(self, step: int, trained: tuple[int, int]) -> dict[str, float]:
         """PaddleNLP's `interval_*` fields since the last call or `restart`, and `mfu` where the peak is known.
 
-        Sets `reading` and `seconds`: of the mean step.
+        Args:
+            trained: samples and tokens up to `step`: what was trained, without padding and what fills batches up.
         """
-        now = time.perf_counter()
-        seconds, steps = max(now - self._time, 1e-9), step - self._step
+        seconds, steps = max(time.perf_counter() - self._time, 1e-9), step - self._step
+        new = [now - before for now, before in zip(trained, self._trained, strict=True)]
         self.seconds, self.reading = seconds / max(steps, 1), self._reading / max(steps, 1)
-        self._step, self._time, self._reading = step, now, 0.0
-        samples = self.samples_per_step * steps / seconds
-        tokens = samples * self.tokens_per_sample / self.world
+        self.mean = (new[0] / max(steps, 1), new[1] / max(steps, 1))
+        self.restart(step, trained)
+        samples, tokens = new[0] / seconds, new[1] / seconds / self.world
         known = {} if self.utilisation is None else {"mfu": round(tokens * self.utilisation, 4)}
         return {
             "interval_runtime": round(seconds, 4),

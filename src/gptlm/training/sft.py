@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput
 
+from gptlm.data.epochs import Epochs, Size
 from gptlm.model.documents import Documents
 from gptlm.training.text_metrics import text_scores
 from gptlm.training.trainer import PretrainTrainer
@@ -50,6 +51,7 @@ class SftTrainer(PretrainTrainer):
     """Trainer for rows with targets in some places only.
 
     Args:
+        train_dataset: `Epochs`, which begins where this start of the run does.
         continuation: what evaluations generate; None: nothing.
     """
 
@@ -59,9 +61,38 @@ class SftTrainer(PretrainTrainer):
         self.compute_metrics = means
 
     @property
-    def samples_per_epoch(self) -> int:
+    def epochs(self) -> Epochs:
+        """The training data."""
         dataset: Any = self.train_dataset
-        return len(dataset.items)
+        return dataset
+
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps since this start of the run."""
+        return self.state.global_step - self.start_step
+
+    @property
+    def trained(self) -> Size:
+        return self.epochs.trained(self._steps)
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.epochs.counted(self._steps).tokens
+
+    @property
+    def passes(self) -> float:
+        return self.epochs.passes(self._steps)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.epochs.position(self._steps).place == 0
+
+    @property
+    def first_index(self) -> int:
+        return 0
+
+    def _manifest(self) -> dict[str, Any]:
+        return {**super()._manifest(), "epoch_position": list(self.epochs.position(self._steps))}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._prepare_inputs(inputs)

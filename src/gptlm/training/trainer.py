@@ -22,6 +22,7 @@ from transformers import ProgressCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import nested_gather
 
+from gptlm.data.epochs import Size
 from gptlm.errors import GptlmError
 from gptlm.training import checkpoint
 from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, PlainProgress, ProgressBar
@@ -43,6 +44,7 @@ class PretrainTrainer(SavingTrainer):
     Args:
         schedule: learning rate by optimizer update.
         seq_length: tokens per sample, for the speed in the log.
+        samples_per_epoch: of one pass over the training data; None: as many as the dataset has.
         consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
         loss_sum: sum of the losses of the steps before, for the mean over the whole run.
         steps_without_loss: steps before that are not in `loss_sum`; another library made them.
@@ -57,6 +59,7 @@ class PretrainTrainer(SavingTrainer):
         *args: Any,
         schedule: Schedule,
         seq_length: int,
+        samples_per_epoch: float | None = None,
         consumed_samples: int = 0,
         consumed_steps: int = 0,
         loss_sum: float = 0.0,
@@ -75,14 +78,10 @@ class PretrainTrainer(SavingTrainer):
         self.process_memory = process_memory
         self.log_format, self._title_due = FORMATS[log_format], True
         self.flops_per_sample = flops_per_sample
+        self.seq_length, self.samples_per_epoch = seq_length, samples_per_epoch
         self.evaluated_batches = 0
         self._warned_of_zero = False
-        self.throughput = Throughput(
-            samples_per_step=self.samples_per_step,
-            tokens_per_sample=seq_length,
-            world=self.args.world_size,
-            utilisation=utilisation,
-        )
+        self.throughput = Throughput(world=self.args.world_size, utilisation=utilisation)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.add_callback(PlainProgress() if self.args.disable_tqdm else ProgressBar())
@@ -96,15 +95,36 @@ class PretrainTrainer(SavingTrainer):
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Samples that count as 1 in `progress_or_epoch`: here the whole run."""
-        dataset: Any = self.train_dataset
-        return len(dataset)
+    def trained(self) -> Size:
+        """Samples and tokens trained since this start of the run."""
+        samples = (self.state.global_step - self.start_step) * self.samples_per_step
+        return Size(samples, samples * self.seq_length)
 
     @property
     def consumed_samples(self) -> int:
         """Training samples used so far, earlier starts of the run included."""
-        return self.start_samples + (self.state.global_step - self.start_step) * self.samples_per_step
+        return self.start_samples + self.trained.examples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """The tokens of them."""
+        return self.consumed_samples * self.seq_length
+
+    @property
+    def passes(self) -> float:
+        """Passes over the training data so far, earlier starts of the run included: `progress_or_epoch`."""
+        dataset: Any = self.train_dataset
+        return self.consumed_samples / (self.samples_per_epoch or len(dataset))
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last step ended a pass. Passes of pretraining end between steps, whose batches are whole."""
+        return False
+
+    @property
+    def first_index(self) -> int:
+        """Where in the training dataset this start of the run begins."""
+        return self.start_samples
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -113,7 +133,7 @@ class PretrainTrainer(SavingTrainer):
         return self._loader(
             self.train_dataset,
             ConsecutiveBatches(
-                start=self.start_samples,
+                start=self.first_index,
                 batch_size=self.args.per_device_train_batch_size,
                 batches=self.args.max_steps * accumulation,
                 done=self.start_step * accumulation,
@@ -222,10 +242,12 @@ class PretrainTrainer(SavingTrainer):
                 self.state.global_step,
                 progress,
                 gpu=gpu_fields() if gpu else {},
-                speed=self.throughput.interval(self.state.global_step),
+                speed=self.throughput.interval(self.state.global_step, self.trained),
                 process=process_fields(gpu=gpu) if self.process_memory else {},
             )
         else:
+            if "train_runtime" in logs:
+                logs |= self._results_of_run(logs["train_loss"], logs["train_runtime"])
             hidden = ("model_preparation_time", "total_flos")
             shown = {key: value for key, value in logs.items() if not key.endswith(hidden)}
             shown["progress_or_epoch"] = round(progress, 4)
@@ -240,13 +262,18 @@ class PretrainTrainer(SavingTrainer):
         else:
             logger.info(log_line(shown))
 
+    def _results_of_run(self, mean_since_start: float, seconds: float) -> dict[str, float]:
+        """What the stock Trainer takes for this start of the run alone, or counts in whole batches."""
+        speed = self.trained.examples / max(seconds, 1e-9)
+        return {"train_loss": self.mean_loss(mean_since_start), "train_samples_per_second": round(speed, 3)}
+
     def _say_step(self, line: Callable[[Step], str], loss: float, gradient_norm: float | None) -> None:
         if self._title_due:
             self._title_due = False
             for title in self.log_format.title:
                 logger.info(title, extra={"head": self.log_format.head})
         scale = self.loss_scale
-        samples = self.samples_per_step
+        samples, tokens = self.throughput.mean
         step = Step(
             number=self.state.global_step,
             last=self.args.max_steps,
@@ -257,8 +284,11 @@ class PretrainTrainer(SavingTrainer):
             skipped=scale.skipped if scale else 0,
             seconds=self.throughput.seconds,
             reading=self.throughput.reading,
+            batch=self.samples_per_step,
             samples=samples,
-            tokens=samples * self.throughput.tokens_per_sample,
+            tokens=tokens,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
             accumulation=self.args.gradient_accumulation_steps * self.micro_batches,
             world=self.args.world_size,
             flops=samples * self.flops_per_sample,

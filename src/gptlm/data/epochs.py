@@ -1,0 +1,133 @@
+"""Epochs over a list of samples: each sample once per epoch, in whole batches with a partial one at the end."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+
+class Position(NamedTuple):
+    """`place` samples of `epoch` are trained, and all epochs before it."""
+
+    epoch: int
+    place: int
+
+
+BEGIN = Position(0, 0)
+
+
+class Size(NamedTuple):
+    """What a sample holds: training examples (several where they are packed) and tokens without padding."""
+
+    examples: int
+    tokens: int
+
+
+class Epochs(Dataset):
+    """Epoch after epoch of `items`, each in an order of its own; a batch never crosses the end of an epoch.
+
+    `dataset[i]` is sample i % batch of the step i // batch after `start`. The last batch of an epoch is partial, as
+    the stock Trainer's: its places without a sample hold `filler`. So every step has the same number of micro-batches
+    on every process, which is what DistributedDataParallel, DeepSpeed and accumulation need, and no sample is repeated
+    to fill a process.
+
+    Args:
+        items: the samples of an epoch.
+        sizes: of each, for the counts.
+        filler: a sample without targets, which adds nothing to a loss that is a sum over targets.
+        batch: samples of an optimizer step on all processes.
+        steps: optimizer steps from `start` to the end of the run.
+        start: where the run goes on. It counts samples, not steps, so that a run goes on exactly where it stopped
+            with another batch size or number of processes as well.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        *,
+        sizes: Sequence[Size],
+        filler: Any,
+        batch: int,
+        steps: int,
+        seed: int,
+        start: Position = BEGIN,
+    ):
+        self.items, self.filler, self.seed = items, filler, seed
+        self.batch, self.steps, self.start = batch, steps, start
+        self._sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+        self.total = Size(*self._sizes.sum(0).tolist())
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._counts = np.empty((0, 2), dtype=np.int64)
+        self._at_start = self._counted(start)
+
+    def __len__(self) -> int:
+        return self.batch * self.steps
+
+    def __getitem__(self, index: int) -> Any:
+        step, number = divmod(index, self.batch)
+        epoch, place = self.position(step)
+        if place + number >= len(self.items):
+            return self.filler
+        self._enter(epoch)
+        return self.items[self._order[place + number]]
+
+    def position(self, steps: int) -> Position:
+        """Where the run is `steps` optimizer steps after `start`."""
+        return position_after(steps, self.start, len(self.items), self.batch)
+
+    def trained(self, steps: int) -> Size:
+        """Examples and tokens trained in the first `steps` optimizer steps after `start`."""
+        now = self.counted(steps)
+        return Size(now.examples - self._at_start.examples, now.tokens - self._at_start.tokens)
+
+    def passes(self, steps: int) -> float:
+        """Epochs of the whole run `steps` optimizer steps after `start`, in examples."""
+        return self.counted(steps).examples / max(self.total.examples, 1)
+
+    def counted(self, steps: int) -> Size:
+        """Examples and tokens of all epochs up to `steps` optimizer steps after `start`."""
+        return self._counted(self.position(steps))
+
+    def _counted(self, position: Position) -> Size:
+        """Examples and tokens of all epochs up to `position`."""
+        head = (0, 0)
+        if position.place:
+            self._enter(position.epoch)
+            head = self._counts[position.place - 1].tolist()
+        return Size(*(position.epoch * whole + part for whole, part in zip(self.total, head, strict=True)))
+
+    def _enter(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+            self._counts = self._sizes[self._order].cumsum(0)
+
+
+def steps_in(samples: int, batch: int) -> int:
+    """Optimizer steps of one epoch, at least 1: the last one may be partial."""
+    return max(1, math.ceil(samples / batch))
+
+
+def position_after(steps: int, start: Position, samples: int, batch: int) -> Position:
+    """Where a run is `steps` optimizer steps after `start`; at the end of an epoch that is the next one's beginning."""
+    rest = math.ceil((samples - start.place) / batch)  # steps to the end of the epoch that `start` lies in
+    if steps < rest:
+        return Position(start.epoch, start.place + steps * batch)
+    epochs, steps = divmod(steps - rest, steps_in(samples, batch))
+    return Position(start.epoch + 1 + epochs, steps * batch)
+
+
+def steps_left(epochs: float, start: Position, samples: int, batch: int) -> int:
+    """Optimizer steps from `start` to the end of `epochs`; of a fraction ceil(epochs x steps), as the stock Trainer.
+
+    0 where `start` lies at or behind that end.
+    """
+    end = position_after(math.ceil(epochs * steps_in(samples, batch)), BEGIN, samples, batch)
+    if end <= start:
+        return 0
+    if end.epoch == start.epoch:
+        return math.ceil((end.place - start.place) / batch)
+    rest = math.ceil((samples - start.place) / batch)
+    return rest + (end.epoch - start.epoch - 1) * steps_in(samples, batch) + math.ceil(end.place / batch)
