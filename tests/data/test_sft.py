@@ -1,11 +1,11 @@
 """Rows and batches of fine-tuning: which ids are targets, what is cut, what padding and packing do."""
 
-import numpy as np
 import pytest
 import torch
 
+from gptlm.data.epochs import Filled
 from gptlm.data.examples import Turn
-from gptlm.data.sft import Encoder, Lengths, PackCollator, RowCollator, filled_up, packed, with_targets
+from gptlm.data.sft import NO_TARGETS, Encoder, Lengths, PackCollator, RowCollator, packed, with_targets
 
 END = 0
 
@@ -59,7 +59,6 @@ def test_paddlenlp_s_encoding_ends_with_text():
 def test_a_sample_without_targets_is_told():
     found = rows([Turn("abc", "")], [Turn("abc", "x")])
     assert [row.learnt.any() for row in found] == [True, True]  # an empty answer is its end
-    assert with_targets(filled_up([[found[0]]], 2)[1]) == []
 
 
 def test_targets_come_from_lengths_not_from_ids():
@@ -97,8 +96,9 @@ def test_a_packed_batch():
 
 
 def test_samples_that_fill_batches_up_have_no_targets():
-    found = rows([Turn("a", "x")], [Turn("b", "y")])
-    batch = RowCollator(END)(filled_up([[row] for row in found], 4))
-    assert batch["input_ids"].shape == (4, 2) and (batch["labels"][2:] == -100).all()
-    assert torch.equal(batch["labels"][:2] == -100, torch.zeros(2, 2, dtype=torch.bool))
-    assert np.array_equal(filled_up([[found[0]]], 1)[0][0].ids, found[0].ids)
+    found = rows([Turn("a", "x")], [Turn("b", "y")], [Turn("c", "z")])
+    filled = Filled([[row] for row in found], NO_TARGETS, 2, examples=3)
+    batch = RowCollator(END)([filled[number] for number in range(len(filled))])
+    assert batch["input_ids"].shape == (4, 2) and (batch["labels"][3:] == -100).all() and filled.examples == 3
+    assert torch.equal(batch["labels"][:3] == -100, torch.zeros(3, 2, dtype=torch.bool))
+    assert len(Filled([[found[0]]], NO_TARGETS, 1)) == 1 and with_targets(NO_TARGETS) == []

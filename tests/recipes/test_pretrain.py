@@ -788,3 +788,40 @@ def test_progress_is_in_passes_over_the_training_data(train, tmp_path, blend):
     passes = [entry["progress_or_epoch"] for entry in history if "loss" in entry]
     assert passes == pytest.approx([16 * 16 * step / tokens for step in range(1, 7)], rel=0.04)
     assert metrics["progress_or_epoch"] == passes[-1] and {e["progress_or_epoch"] for e in history[-2:]} == {passes[-1]}
+
+
+@pytest.mark.parametrize("more", [(), ("--document_masking", "attention", "--eod_mask_loss")])
+def test_an_evaluation_of_many_passes_is_one_over_the_split(train, tmp_path, capsys, more):
+    """The valid split is one document: its samples by hand, each once, the last batch partial; so the test split."""
+    prefix = write_tokens(tmp_path / "few", documents=10, seed=3)
+    metrics, _ = train(*NO_DROPOUT, *more, "--eval_iters", "100000", "--per_device_eval_batch_size", "4", data=prefix)
+    (corpus,) = open_corpora(str(prefix), "80,10,10")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    said = capsys.readouterr().out
+    for split, name, wanted in (("valid", "eval", 400_000), ("test", "test", 4_000_000)):
+        (first, last), count = corpus.sequences(split), (corpus.token_count(split) - 1) // 16
+        assert last == first + 1 and count % 4
+        ids = torch.from_numpy(corpus.tokens.get(first).astype(np.int64))
+        tokens = torch.stack([ids[16 * k : 16 * k + 17] for k in range(count)])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).logits
+        by_hand = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+        assert metrics[f"{name}_loss"] == pytest.approx(by_hand, abs=1e-5)
+        evaluated = metrics[f"{name}_samples_per_second"] * metrics[f"{name}_runtime"]
+        assert evaluated == pytest.approx(count, rel=0.05)
+        line = f"{name}_iters: {wanted:,} samples, {wanted / count:.3g} passes over the {split} split would be read: "
+        assert said.count(f"{line}each of its {count} samples is evaluated once, the loss is that of the split") == 1
+
+
+def test_a_blend_is_evaluated_until_all_corpora_are_through(train, tmp_path, capsys):
+    """Weights repeat the smaller corpus: that no sample comes twice cannot be had, and the line says why."""
+    small, large = (write_tokens(tmp_path / name, documents=n) for name, n in (("small", 10), ("large", 40)))
+    train("--eval_iters", "100000", data=f"0.5 {small} 0.5 {large}")
+    tokens = max(corpus.token_count("valid") for corpus in open_corpora(f"0.5 {small} 0.5 {large}", "80,10,10"))
+    count = 2 * ((tokens - 1) // 16)
+    assert f"would be read: it ends after {count}, when all corpora are through" in capsys.readouterr().out
+
+
+def test_an_evaluation_of_less_than_a_pass_says_its_share(train, capsys):
+    train()
+    assert "passes over the valid split are read by an evaluation" in capsys.readouterr().out

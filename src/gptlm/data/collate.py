@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+NO_TARGET = -100  # at every place of a block: it fills a batch up and adds nothing to a loss
+
 
 def collate_blocks(blocks: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
     """Blocks of T + 1 tokens -> `input_ids` (B, T) and their targets (B, T), int64.
@@ -16,7 +18,7 @@ def collate_blocks(blocks: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
     """
     tokens = torch.from_numpy(np.stack(blocks))
     targets = tokens[:, 1:].clone(memory_format=torch.contiguous_format)  # never a view of the inputs
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": targets, "shift_labels": targets}
+    return {"input_ids": tokens[:, :-1].clamp(min=0), "labels": targets, "shift_labels": targets}
 
 
 @dataclass(frozen=True)

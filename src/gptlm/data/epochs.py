@@ -1,4 +1,4 @@
-"""Epochs over a list of samples: each sample once per epoch, in whole batches with a partial one at the end."""
+"""Each sample once, in whole batches with a partial one at the end: epochs of training, and evaluations."""
 
 import math
 from collections.abc import Sequence
@@ -103,6 +103,28 @@ class Epochs(Dataset):
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
             self._counts = self._sizes[self._order].cumsum(0)
+
+
+class Filled(Dataset):
+    """`samples`, and behind them as many `filler` as make the batches of all processes whole; sums do not change.
+
+    Args:
+        samples: a dataset with a length.
+        filler: a sample without targets.
+        multiple: samples of a batch over all processes.
+        examples: what `samples` hold; unset: as many as there are.
+    """
+
+    def __init__(self, samples: Any, filler: Any, multiple: int, examples: int | None = None):
+        self.samples, self.filler = samples, filler
+        self.examples = len(samples) if examples is None else examples
+        self._length = math.ceil(len(samples) / multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index] if index < len(self.samples) else self.filler
 
 
 def steps_in(samples: int, batch: int) -> int:

@@ -116,11 +116,6 @@ def with_targets(rows: Iterable[Row]) -> list[Row]:
 NO_TARGETS = [Row(np.zeros(3, dtype=np.int32), np.zeros(3, dtype=bool), 1)]  # a sample that adds nothing to a sum
 
 
-def filled_up(items: list[list[Row]], multiple: int) -> list[list[Row]]:
-    """`items` and as many without targets that every batch of every process is whole: sums do not change."""
-    return items + [NO_TARGETS] * (-len(items) % multiple)
-
-
 def packed(rows: Sequence[Row], length: int) -> list[list[Row]]:
     """Consecutive rows together, as many as have room in `length` tokens."""
     packs: list[list[Row]] = []

@@ -18,11 +18,12 @@ from gptlm.recipes.pretrain_data import (
     Datasets,
     build_datasets,
     collator,
+    evaluated_samples,
     order_facts,
-    sample_counts,
     samples_per_epoch,
     say_blend,
     say_data,
+    say_evaluations,
     say_missing_ends,
     served,
     steps_per_epoch,
@@ -76,7 +77,8 @@ def _run(
     say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
     say_missing_ends(run, corpora, tokenizer)
-    say_run(run, sample_counts(run)["train"], run.data.max_seq_length)
+    say_evaluations(run, corpora, datasets)
+    say_run(run, run.batch.total * training.max_steps, run.data.max_seq_length)
     set_seed(training.seed)
     mesh = Mesh(run.dims) if run.dims.shares_replicas else None
     model = make_model(run, tokenizer, deepspeed, mesh)
@@ -87,7 +89,7 @@ def _run(
     trainer = PretrainTrainer(
         model=model,
         train_dataset=served(run, mesh, datasets["train"]),
-        eval_dataset=window(run, mesh, datasets["valid"], run.eval_batches),
+        eval_dataset=window(run, mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
         data_collator=collator(run),
         processing_class=tokenizer,
         schedule=schedule(run),
@@ -100,7 +102,7 @@ def _run(
         **trainer_arguments(run, machine, arguments, deepspeed, start, _facts(run, datasets)),
     )
     metrics = train(run, trainer, start) if training.do_train else {}
-    metrics |= _evaluate(run, trainer, datasets)
+    metrics |= _evaluate(run, trainer, corpora, datasets)
     finish(run, trainer, metrics)
     _say_summary(run, trainer)
     return metrics
@@ -112,11 +114,13 @@ def _facts(run: PretrainRun, datasets: Datasets) -> dict[str, dict[str, Any]]:
     return {"order": order_facts(run, datasets["train"]), "settings": masking}
 
 
-def _evaluate(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
+def _evaluate(
+    run: PretrainRun, trainer: PretrainTrainer, corpora: list[Corpus], datasets: Datasets
+) -> dict[str, float]:
     """The validation split where nothing was trained (training has evaluated), then the test split."""
     training = run.training
     metrics = evaluate(trainer, "eval") if training.do_eval and not training.do_train else {}
-    return metrics | (_test(run, trainer, datasets) if training.do_eval or training.do_predict else {})
+    return metrics | (_test(run, trainer, corpora, datasets) if training.do_eval or training.do_predict else {})
 
 
 def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:
@@ -148,9 +152,9 @@ def _utilisation(run: PretrainRun, machine: Machine) -> float | None:
     return (6 * sizes.parameters + 12 * sizes.layers * sizes.width * sizes.length) / peak if peak else None
 
 
-def _test(run: PretrainRun, trainer: PretrainTrainer, datasets: Datasets) -> dict[str, float]:
+def _test(run: PretrainRun, trainer: PretrainTrainer, corpora: list[Corpus], datasets: Datasets) -> dict[str, float]:
     """The final evaluation on the test split, where there is one."""
-    dataset = window(run, trainer.mesh, datasets["test"], run.test_batches)
+    dataset = window(run, trainer.mesh, datasets["test"], evaluated_samples(run, corpora, "test"))
     if dataset is None:
         logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", run.data.split)
         return {}

@@ -1,6 +1,7 @@
 """The data of a pretraining run: how many samples, checked datasets, what fixes their order."""
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,9 @@ from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
 from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache, content_hash
-from gptlm.data.collate import DocumentCollator, collate_blocks
+from gptlm.data.collate import NO_TARGET, DocumentCollator, collate_blocks
 from gptlm.data.endings import missing_end
+from gptlm.data.epochs import Filled
 from gptlm.data.indexed import content_fingerprint
 from gptlm.data.splits import (
     SPLITS,
@@ -43,18 +45,65 @@ def steps_per_epoch(run: PretrainRun, corpora: list[Corpus]) -> int:
     return max(1, (tokens - 1) // run.data.max_seq_length // run.batch.total)
 
 
-def sample_counts(run: PretrainRun) -> dict[str, int]:
-    """Samples asked of each split (PaddleNLP's numbers): they fix the number of epochs, and so the order."""
+def sample_counts(run: PretrainRun, corpora: list[Corpus]) -> dict[str, int]:
+    """Samples asked of each split (PaddleNLP's numbers): they fix the number of epochs, and so the order.
+
+    An evaluation that would read more than the whole split is asked for one pass, whose samples are all different.
+    """
     training = run.training
     batch = training.per_device_eval_batch_size * run.dims.data
     test = run.data.eval_iters * TEST_FACTOR if run.data.test_iters is None else run.data.test_iters
     interval = training.eval_steps if training.evaluation_strategy == "steps" else None
     evaluations = training.max_steps // interval + 1 if interval else 1
-    return {
+    counts = {
         "train": run.batch.total * training.max_steps,
         "valid": batch * run.data.eval_iters * evaluations,
         "test": batch * test,
     }
+    for split in ("valid", "test"):
+        if 0 < (whole := _whole_split(run, corpora, split)) < _wanted(run, split):
+            counts[split] = whole
+    return counts
+
+
+def evaluated_samples(run: PretrainRun, corpora: list[Corpus], split: str) -> int:
+    """Samples that one evaluation reads."""
+    return min(_wanted(run, split), _whole_split(run, corpora, split) or MOST_SAMPLES)
+
+
+def _wanted(run: PretrainRun, split: str) -> int:
+    """Samples that eval_iters or test_iters ask for."""
+    batches = run.eval_batches if split == "valid" else run.test_batches
+    return batches * run.training.per_device_eval_batch_size * run.dims.data
+
+
+def _whole_split(run: PretrainRun, corpora: list[Corpus], split: str) -> int:
+    """Samples in which everything of a split is read at least once; 0 if there are none.
+
+    They are one pass over a single corpus. A blend reads its corpora by weight, so some are read again before the
+    last one has been read to its end.
+    """
+    length = run.data.max_seq_length
+    present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count(split) > length]
+    total = sum(corpus.weight for corpus in present)
+    sizes = [(corpus.token_count(split) - 1) // length / (corpus.weight / total) for corpus in present]
+    return math.ceil(max(sizes, default=0))
+
+
+def say_evaluations(run: PretrainRun, corpora: list[Corpus], datasets: Datasets) -> None:
+    """One line per evaluated split: how much of it an evaluation reads, and that nothing is repeated."""
+    for split, flag in (("valid", "eval_iters"), ("test", "test_iters")):
+        wanted, whole = _wanted(run, split), _whole_split(run, corpora, split)
+        if datasets[split] is None or not whole:
+            continue
+        passes = f"{wanted:,} samples, {wanted / whole:.3g} passes over the {split} split"
+        if wanted <= whole:
+            outcome = "are read by an evaluation"
+        elif isinstance(datasets[split], BlendedDataset):
+            outcome = f"would be read: it ends after {whole:,}, when all corpora are through; their weights repeat some"
+        else:
+            outcome = f"would be read: each of its {whole:,} samples is evaluated once, the loss is that of the split"
+        logger.info("%s: %s %s", flag, passes, outcome)
 
 
 def samples_per_epoch(dataset: PretrainingDataset | None) -> float | None:
@@ -83,9 +132,9 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
         GptlmError: as `build_datasets`.
     """
     cache = data_cache(run)
-    samples = sample_counts(run)
-    _refuse_too_many(run)
     _refuse_empty(run, corpora)
+    samples = sample_counts(run, corpora)
+    _refuse_too_many(samples)
     needed = [split for split in SPLITS if _required(run, split)]
     for split in needed:
         refuse_short(corpora, split, run.data.max_seq_length)
@@ -113,13 +162,16 @@ def data_cache(run: PretrainRun) -> IndexCache:
     return IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
 
 
-def window(run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None, batches: int) -> Subset | None:
-    """The first `batches` batches of every process: each evaluation reads the same ones."""
+def window(run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None, count: int) -> Filled | None:
+    """The first `count` samples in batches of all processes: each evaluation reads the same ones."""
     if dataset is None:
         return None
     size = run.training.per_device_eval_batch_size * run.dims.data
     samples: Any = served(run, mesh, dataset)
-    return Subset(samples, range(min(batches, len(dataset) // size) * size))
+    filler: Any = np.full(run.data.max_seq_length + 1, NO_TARGET)
+    if _needs_documents(run):
+        filler = filler, [len(filler)]
+    return Filled(Subset(samples, range(min(count, len(dataset)))), filler, size)
 
 
 def served(
@@ -194,7 +246,7 @@ def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDatas
     """
     if dataset is None:
         return
-    drawn = sample_counts(run)["train"]
+    drawn = run.batch.total * run.training.max_steps
     present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count("train") > 0]
     counts = (
         np.bincount(dataset.parts[:drawn], minlength=len(present)) if isinstance(dataset, BlendedDataset) else [drawn]
@@ -222,8 +274,8 @@ def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
             )
 
 
-def _refuse_too_many(run: PretrainRun) -> None:
-    for split, count in sample_counts(run).items():
+def _refuse_too_many(samples: dict[str, int]) -> None:
+    for split, count in samples.items():
         if count > MOST_SAMPLES:
             raise GptlmError(
                 f"the {split} split is asked for {count:,} samples (batch x steps), whose index fits no memory; "

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.sft import SftRun
+from gptlm.data.epochs import Filled
 from gptlm.data.examples import Example
-from gptlm.data.sft import Encoder, Lengths, PackCollator, Row, RowCollator, filled_up, packed, with_targets
+from gptlm.data.sft import NO_TARGETS, Encoder, Lengths, PackCollator, Row, RowCollator, packed, with_targets
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import continue_rows
 from gptlm.recipes.sft_sources import Sources, read
@@ -80,7 +81,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:
     """The evaluation samples, filled up to whole batches on every process."""
     multiple = run.training.per_device_eval_batch_size * run.dims.data
-    return filled_up(data.dev, multiple) if data.dev else None  # type: ignore[return-value]
+    return Filled(data.dev, NO_TARGETS, multiple, sum(map(len, data.dev))) if data.dev else None
 
 
 def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:

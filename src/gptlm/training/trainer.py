@@ -2,6 +2,7 @@
 
 `stepping.py` adds precision and ZeRO, `saving.py` checkpoints. Overridden here, and why:
     get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
+    evaluation_loop                             samples per second without what fills batches up
     prediction_step                             the mean over all targets, not of the batches' means
     create_scheduler                            our schedules
     get_batch_samples                           the time spent waiting for data
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import ProgressCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import EvalLoopOutput
 
 from gptlm.data.epochs import Size
 from gptlm.errors import GptlmError
@@ -165,6 +167,10 @@ class PretrainTrainer(SavingTrainer):
             # its own generator: else the loader draws from the global one and shifts dropout after a resume
             generator=torch.Generator().manual_seed(self.args.seed),
         )
+
+    def evaluation_loop(self, dataloader, *args, **kwargs) -> EvalLoopOutput:
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        return output._replace(num_samples=dataloader.dataset.examples)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.has_pipeline:
