@@ -73,6 +73,24 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        (["merges.txt"], "merges.txt is there, vocab.json is missing"),
+        (["vocab.json"], "vocab.json is there, merges.txt is missing"),
+        (["vocab.txt"], "tokenizer_config.json that says how to read it is missing"),
+        (["vocab.txt", "merges.txt"], "vocab.json is missing"),
+        (["tokenizer_config.json"], "holds no tokenizer"),
+    ],
+)
+def test_half_a_tokenizer_says_what_is_missing(tmp_path, there, says):
+    for name in there:
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(GptlmError, match=says):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_sentencepiece_tokenizer_is_refused_by_name(tmp_path):
     """CPM's folder: a vocab.json that is none of GPT-2's, and the model it stands for."""
     (tmp_path / "chinese_vocab.model").write_bytes(b"\x0a\x0e")

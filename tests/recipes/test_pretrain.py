@@ -733,8 +733,16 @@ def test_evaluation_alone_takes_the_model_in_output_dir(train, corpus_folder, ti
     words = [*base.split(), *more.split()]
     again = pretrain(parse_pretrain([*words, "--do_eval", "--evaluation_strategy", "steps"], {}))
     assert again["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
+    named = [*words, "--do_eval", "--model_name_or_path", str(tiny_model)]
     with pytest.raises(UsageError, match="--continue_training"):
-        parse_pretrain([*words, "--do_eval", "--model_name_or_path", str(tiny_model)], {})
+        parse_pretrain(named, {})
+    results = (tmp_path / "out" / "eval_results.json").read_text()
+    base = pretrain(parse_pretrain([*named, "--continue_training"], {}))
+    assert (tmp_path / "out" / "eval_results.json").read_text() == results
+    assert base["eval_loss"] != pytest.approx(trained["eval_loss"], abs=1e-3)
+    for name in ("eval", "test"):
+        found = json.loads((tmp_path / "out" / f"{name}_results-2.json").read_text())
+        assert found[f"{name}_loss"] == base[f"{name}_loss"]
 
 
 @pytest.mark.parametrize(

@@ -486,6 +486,35 @@ def test_layouts_are_not_chosen_for_fine_tuning(model):
         parse_sft([*argv, "--auto_parallel"], {})
 
 
+@pytest.mark.parametrize("more", [(), ("--lora",), ("--lora", "--additional_special_tokens", "<user name>")])
+def test_evaluation_alone_is_of_the_trained_model(tune, model, examples, tmp_path, capsys, more):
+    """The same command without --do_train, and one that names no model; another model is evaluated where it is named."""
+    words = ["--do_eval", "--generate_num", "4", *NO_DROPOUT]
+    trained = tune(*words, *more)[0]
+    results = tmp_path / "out" / "eval_results.json"
+    stored = results.read_text()
+    assert "trained in" not in capsys.readouterr().out
+    again = tune(*words, *more, "--do_train", "0")[0]
+    assert again["eval_loss"] == pytest.approx(trained["eval_loss"], abs=1e-6)
+    assert f"trained in {tmp_path / 'out'} is evaluated" in capsys.readouterr().out
+    unnamed = [w for w in BASE if w != "--do_train"] + words
+    argv = [*unnamed, "--dataset_name_or_path", examples, "--output_dir", tmp_path / "out"]
+    assert sft(parse_sft([str(word) for word in argv], {}))["eval_loss"] == pytest.approx(
+        trained["eval_loss"], abs=1e-6
+    )
+    assert json.loads(results.read_text())["eval_loss"] == pytest.approx(json.loads(stored)["eval_loss"], abs=1e-6)
+    stored = results.read_text()
+    other = shutil.copytree(model, tmp_path / "other")
+    capsys.readouterr()
+    base = tune(*words, "--do_train", "0", base=other)[0]
+    assert base["eval_loss"] == pytest.approx(by_hand(model, ROWS[:5])[0], abs=1e-5)
+    out = capsys.readouterr().out
+    assert f"{other} is evaluated, not the model trained in" in out and "eval_results-2.json" in out
+    assert results.read_text() == stored
+    assert json.loads((tmp_path / "out" / "eval_results-2.json").read_text())["eval_loss"] == base["eval_loss"]
+    assert (tmp_path / "out" / "predictions-2").is_dir()
+
+
 def test_adapters_of_layers_that_the_model_lacks_are_not_merged(tune, model, tmp_path):
     """The base has one layer, the adapters are of two: PEFT alone would pass over the second."""
     tune("--lora")

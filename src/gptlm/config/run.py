@@ -25,6 +25,7 @@ from gptlm.config.resolving import (
     resolve_strategies,
 )
 from gptlm.config.shapes import ModelSource, find_model, resolve_shape
+from gptlm.config.tokenizer_class import drop_class
 from gptlm.errors import UsageError, named
 from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims
@@ -89,6 +90,15 @@ class Run:
     def trains_all(self) -> bool:
         """Whether every weight of the model is trained."""
         return True
+
+    @property
+    def evaluated(self) -> str | None:
+        """The model that is evaluated, where it is not the one trained in output_dir."""
+        output = Path(self.training.output_dir or "").resolve()
+        name = self.model.model_name_or_path or ""
+        if self.training.do_train or Path(name).resolve() == output:
+            return None
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
 
     def as_arguments(self) -> str:
         """The run as a JSON argument file; what belongs to one start alone is left out."""
@@ -166,6 +176,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     name_layout(parsed)
     launch = tried(lambda: resolve_processes(parsed, environment, printing), problems)
     resolve_strategies(parsed)
+    drop_class(parsed, "tokenizer_name_or_path")
     tried(lambda: _resolve_weights(parsed), problems)
     source = tried(lambda: find_model(parsed), problems)
     fields = resolve(

@@ -12,6 +12,8 @@ from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
 from gptlm.config.resolving import resolve_strategies, resolve_world
 from gptlm.config.run import Run, resolve, tried
 from gptlm.config.shapes import ModelSource, find_model
+from gptlm.config.tokenizer_class import drop_class
+from gptlm.config.trained import take_trained
 from gptlm.errors import UsageError, named
 from gptlm.model.adapter_files import CONFIG, check_fit, settings_of
 from gptlm.model.presets import Shape
@@ -128,6 +130,14 @@ class SftRun(Run):
         return (self.model, self.data, self.lora, self.parallel, self.training)
 
     @property
+    def evaluated(self) -> str | None:
+        base, adapters = super().evaluated, self.lora.lora_path
+        if base is None or not adapters:
+            return base
+        own = Path(adapters).resolve() == Path(self.training.output_dir or "").resolve()
+        return None if own else f"{base} with the adapters {Path(adapters).resolve()}"
+
+    @property
     def trains_all(self) -> bool:
         return not self.lora.lora
 
@@ -146,6 +156,8 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
     take_foreign_start(parsed)
     take_foreign_model(parsed)
     take_foreign_adapters(parsed)
+    drop_class(parsed, "tokenizer_name_or_path")
+    take_trained(parsed)
     problems: list[str] = []
     tried(lambda: resolve_world(parsed, environment, printing), problems)
     resolve_strategies(parsed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.config.tokenizer_class import drop_class, is_class
 from gptlm.errors import UsageError
 
 TXT_SPLITS = ("blank_line", "line", "file")
@@ -198,6 +199,11 @@ def _tokenizer_problems(parsed: Parsed) -> list[str]:
     if values["tokenizer_type"] == "GPT2BPETokenizer" and not files and values["model_name_or_path"] is None:
         return ["--tokenizer_type GPT2BPETokenizer needs --vocab_file and --merge_file"]
     named = values["model_name_or_path"] or values["tokenizer_model"] or values["tokenizer_name"]
+    if not files and is_class(named):
+        return [f"--tokenizer_name {named} is a class without a vocabulary: give --model_name_or_path DIR"]
+    drop_class(parsed, "tokenizer_name")
+    if values["tokenizer_name"] and values["tokenizer_name"] != named:
+        parsed.note(f"--tokenizer_name {values['tokenizer_name']} has no effect: the tokenizer of {named} is used")
     if not files and named is None:
         return ["no tokenizer is named: give --model_name_or_path DIR, or --vocab_file and --merge_file"]
     return []

@@ -12,7 +12,7 @@ from gptlm.model.build import load_model
 from gptlm.model.files import check_safetensors, check_weights
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.lora import merged
-from gptlm.model.tokenizer import TOKENIZER_FILES, load_tokenizer
+from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
 
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
@@ -45,7 +45,7 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
 
 def tokenizer_folder(source: str, adapters: Path) -> str:
     """The adapters' own folder if it holds a tokenizer, else the model's."""
-    return str(adapters) if any((adapters / name).is_file() for name in TOKENIZER_FILES) else source
+    return str(adapters) if has_tokenizer(adapters) else source
 
 
 def _shapes(adapters: Path) -> dict[str, list[int]]:

@@ -24,10 +24,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         GptlmError: if it cannot be loaded, has no fast (`tokenizers`) form, or cannot encode text.
     """
     folder = Path(source)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not any(folder.glob("*.model")):
-        raise GptlmError(
-            f"{source} holds no tokenizer; expected {TOKENIZER_FILES[0]}, or {TOKENIZER_FILES[1]} and merges.txt"
-        )
+    _check_files(folder)
     sentencepiece = sorted(folder.glob("*.model"))
     if sentencepiece and not (folder / "tokenizer.json").is_file():
         raise GptlmError(
@@ -44,6 +41,32 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
         raise GptlmError(f"cannot load a tokenizer from {source}: {reason_of(error)}") from error
     return check_encodes(_fast(tokenizer, source), source)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer, whole or not."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises GptlmError, saying what is missing, if the files in `folder` make no tokenizer."""
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "tokenizer.json" in there or {"vocab.json", "merges.txt"} <= there or any(folder.glob("*.model")):
+        return
+    if "vocab.txt" in there and "tokenizer_config.json" in there:  # says which class reads the word list
+        return
+    expected = "expected tokenizer.json, or GPT-2's vocab.json and merges.txt"
+    for name, lacks in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
+        if name in there:
+            raise GptlmError(
+                f"the tokenizer in {folder} is incomplete: {name} is there, {lacks} is missing; {expected}"
+            )
+    if "vocab.txt" in there:
+        raise GptlmError(
+            f"the tokenizer in {folder} is incomplete: vocab.txt is a list of words as BERT's, the "
+            f"tokenizer_config.json that says how to read it is missing; {expected}"
+        )
+    raise GptlmError(f"{folder} holds no tokenizer; {expected}")
 
 
 def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase:

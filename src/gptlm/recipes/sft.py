@@ -17,7 +17,7 @@ from gptlm.errors import GptlmError
 from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.lora import add_adapters, load_adapters
-from gptlm.model.tokenizer import load_tokenizer
+from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
@@ -151,12 +151,13 @@ def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
     Raises:
         GptlmError: if there is none, or it has no end-of-text token.
     """
-    name = run.model.tokenizer_name_or_path or run.model.model_name_or_path or ""
+    adapters = run.lora.lora_path if run.lora.lora_path and has_tokenizer(Path(run.lora.lora_path)) else None
+    name = run.model.tokenizer_name_or_path or adapters or run.model.model_name_or_path or ""
     tokenizer = load_tokenizer(tokenizer_folder(name))
     if tokenizer.eos_token_id is None:
         raise GptlmError(f"the tokenizer of {name} has no eos_token, with which an answer ends; add one to it")
     before, rows = len(tokenizer), run.shape.vocab_size
-    if before > rows:
+    if before > rows and name != adapters:
         logger.warning(
             "the tokenizer of %s has %d entries, the model's embedding %d rows: %d new rows start from random values; "
             "is it the model's own tokenizer?", name, before, rows, before - rows,

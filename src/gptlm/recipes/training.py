@@ -84,6 +84,7 @@ def trainer_arguments(
         "steps_without_loss": start.facts.get("steps_without_loss", 0) if start else 0,
         "facts": facts,
         "run_file": run.as_arguments(),
+        "evaluated": run.evaluated,
         "loss_scale": _loss_scale(run, deepspeed) if machine.precision == "fp16" else None,
         "master_grad": training.amp_master_grad,
         "weights_only": training.ignore_load_lr_and_optim,
@@ -210,7 +211,7 @@ def report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> No
     for line in table(name, metrics):
         logger.info("%s", line)
     if trainer.args.should_save:
-        write_results(Path(trainer.args.output_dir or ""), name, metrics)
+        write_results(Path(trainer.args.output_dir or ""), name, metrics, trainer.evaluated)
 
 
 def say_run(run: Run, examples: int, tokens_per_example: int) -> None:

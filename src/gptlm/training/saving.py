@@ -41,6 +41,7 @@ class SavingTrainer(LayoutTrainer):
         facts: noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         run_file: the run as an argument file, saved beside each model as run.json.
+        evaluated: the model, where it is not the one trained in `output_dir`.
         weights_only: go on with a checkpoint's weights and samples, but a new optimizer and schedule.
     """
 
@@ -50,6 +51,7 @@ class SavingTrainer(LayoutTrainer):
         facts: dict[str, Any] | None = None,
         keep: int | None = None,
         run_file: str = "",
+        evaluated: str | None = None,
         weights_only: bool = False,
         **kwargs: Any,
     ):
@@ -58,6 +60,7 @@ class SavingTrainer(LayoutTrainer):
         self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
         self.run_file = run_file
         self.weights_only = weights_only
+        self.evaluated = evaluated
 
     @property
     def output_dir(self) -> Path:

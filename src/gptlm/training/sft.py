@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from gptlm.data.epochs import Epochs, Size
 from gptlm.model.documents import Documents
+from gptlm.training.results import suffix_of
 from gptlm.training.text_metrics import text_scores
 from gptlm.training.trainer import PretrainTrainer
 
@@ -142,7 +142,8 @@ class SftTrainer(PretrainTrainer):
     def _write_predictions(
         self, continuation: Continuation, predictions: list[str], references: list[str], prefix: str
     ) -> None:
-        path = Path(self.args.output_dir or "") / "predictions" / f"{prefix}-step-{self.state.global_step}.jsonl"
+        folder = self.output_dir / f"predictions{suffix_of(self.output_dir, self.evaluated)}"
+        path = folder / f"{prefix}-step-{self.state.global_step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = zip(continuation.texts, predictions, references, strict=True)
         names = ("prompt", "prediction", "reference")
