@@ -12,6 +12,7 @@ from gptlm.config.launching import parse_launch
 from gptlm.config.planning import sizes_of
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.errors import UsageError
+from tests.conftest import ROOT
 
 ONEFLOW = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 "
@@ -92,7 +93,7 @@ def test_megatron_has_its_own_defaults():
         ("--recompute-granularity selective", "recompute_granularity", "core_attn"),
         ("--optimizer adam", "optim", "adamw"),
         ("--eval-iters 0", "do_eval", False),
-        ("--deepspeed_config ds.json", "deepspeed", "ds.json"),
+        ("--deepspeed_config ds_configs/zero2.json", "deepspeed", "ds_configs/zero2.json"),
         ("--tensor-model-parallel-size 2", "vocab_size", 50432),
         ("--make-vocab-size-divisible-by 64 --vocab-size 1000", "vocab_size", 1024),
         ("--make-vocab-size-divisible-by 0 --vocab-size 1000", "vocab_size", 1000),
@@ -103,7 +104,8 @@ def test_megatron_has_its_own_defaults():
         ("--log_format paddlenlp", "log_format", "paddlenlp"),
     ],
 )
-def test_words_that_others_follow_from(more, flag, value):
+def test_words_that_others_follow_from(more, flag, value, monkeypatch):
+    monkeypatch.chdir(ROOT)
     text = MEGATRON.replace(" --fp16", "") if "bf16" in more else MEGATRON
     world = 2 if "zero" in more or "tensor-model" in more else 1
     assert shown(f"{text} {more}", world)["run"][flag] == value
@@ -399,3 +401,45 @@ def test_what_a_file_cannot_be(tmp_path):
     refused(f"-c {tmp_path}/x.yaml", f"seeed ({tmp_path}/x.yaml:2) is unknown; did you mean --seed?")
     (tmp_path / "x.yaml").write_text("seed: [1, [2]]\n")
     refused(f"-c {tmp_path}/x.yaml", "holds a nested value")
+
+
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --train-iters 5 --save o --data-path d"
+
+
+def test_a_split_without_validation_is_not_evaluated():
+    """Megatron builds no validation data for an empty share and does not evaluate."""
+    for split in ("1,0,0", "100,0,0", "98/0/2", "1"):
+        run = resolve(f"{TINY} --split {split}", printing=False)
+        assert (run.training.do_eval, run.training.evaluation_strategy) == (False, "no")
+        lines = [note for note in run.notes if "leaves nothing to evaluate on: evaluations are skipped" in note]
+        assert lines == [f"--split {split} leaves nothing to evaluate on: evaluations are skipped"]
+    asked = resolve(f"{TINY} --split 1,0,0 --do_eval", printing=False)
+    assert asked.training.do_eval and not any("skipped" in note for note in asked.notes)
+    assert resolve(f"{TINY} --split 98,1,1", printing=False).training.do_eval
+
+
+def test_no_batch_is_no_evaluation_in_every_dialect():
+    ours = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --max_steps 5 --output_dir o --input_dir d"
+    for words in (f"{TINY} --eval-iters 0", f"{ours} --do_eval --do_train --eval_iters 0", f"{ours} --eval_iters 0"):
+        run = resolve(words, printing=False)
+        assert (run.training.do_eval, run.training.evaluation_strategy) == (False, "no"), words
+        assert sum("there is no evaluation" in note for note in run.notes) == ("--do_eval" in words)
+
+
+def test_when_to_evaluate_is_said_without_asking_for_it(tmp_path):
+    ours = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --max_steps 5 --output_dir o --input_dir d"
+    run = resolve(f"{ours} --eval_steps 7", printing=False)
+    assert not run.training.do_eval
+    assert "--eval_steps 7 has no effect: evaluation is off (--do_eval)" in run.notes
+    run = resolve(f"{ours} --eval_freq 7", printing=False)  # PaddleNLP's scripts before its Trainer always evaluated
+    training = run.training
+    assert (training.do_eval, training.evaluation_strategy, training.eval_steps, training.do_train) == (
+        True,
+        "steps",
+        7,
+        True,
+    )
+    (tmp_path / "flat.yaml").write_text("eval_freq: 3\nmax_steps: 9\n")
+    words = ours.replace("--max_steps 5", "").split()
+    run = resolve(["-c", str(tmp_path / "flat.yaml"), *words], printing=False)
+    assert run.training.do_eval and run.training.eval_steps == 3

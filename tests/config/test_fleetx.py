@@ -448,3 +448,11 @@ def test_outcomes_of_the_original(shared):
             wanted = case.get("resolved", {}).get(section, {}).get(key)
             assert wanted is None or run[flag] == wanted, (file, overrides, flag)
     assert seen > 25
+
+
+@pytest.mark.parametrize(("batches", "said"), [("", "Engine.eval_iters is not given"), ("0", "is 0")])
+def test_an_evaluation_without_batches_says_so(show, batches, said):
+    found = show("Engine.eval_freq=500", f"Engine.eval_iters={batches}")
+    assert not found["run"]["do_eval"]
+    lines = [note for note in found["notes"] if "Engine.eval_freq 500 has no effect" in note]
+    assert len(lines) == 1 and said in lines[0]

@@ -9,7 +9,8 @@ from typing import Any
 from gptlm.config import spellings_megatron as megatron
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Parsed
-from gptlm.errors import UsageError
+from gptlm.data.order import parse_split
+from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.presets import GPT2_VOCABULARY
 
 DIALECTS = ("paddlenlp", "fleetx-2022", "fleetx", "megatron", "oneflow")
@@ -76,6 +77,8 @@ def resolve_dialect(parsed: Parsed) -> str:
     for flag, value in DEFAULTS[name].items():
         if not parsed.given(flag):
             parsed.set(flag, value, f"default of {name}")
+    if parsed.values["eval_iters"] == 0:
+        _settle_no_evaluation(parsed)
     if name in ("megatron", "oneflow"):
         _settle_megatron(parsed, name)
     _settle_words(parsed)
@@ -106,11 +109,9 @@ def _settle_megatron(parsed: Parsed, name: str) -> None:
         parsed.set("lr_scheduler_type", "oneflow_cosine", sources["lr_scheduler_type"])
     if values["lr_scheduler_type"] == "constant":
         parsed.set("lr_scheduler_type", "constant_with_warmup", sources["lr_scheduler_type"])
-    if values["eval_iters"] == 0 and values["do_eval"]:
-        parsed.set("do_eval", False, sources["eval_iters"])
-        parsed.set("eval_iters", 10, "default")
-        if not parsed.given("eval_steps"):
-            parsed.set("eval_steps", None, "default")
+    if values["do_eval"] and not parsed.given("do_eval") and not valid_share(values["split"]):
+        parsed.note(f"--{named('split')} {values['split']} leaves nothing to evaluate on: evaluations are skipped")
+        parsed.set("do_eval", False, "derived: split")
     if values["test_iters"] is None and name == "megatron" and values["do_eval"]:
         parsed.set("test_iters", values["eval_iters"], "default of megatron: eval_iters")
     if values["logging_dir"] and not parsed.given("report_to"):
@@ -118,6 +119,27 @@ def _settle_megatron(parsed: Parsed, name: str) -> None:
     if name == "oneflow":
         if values["metric_print_format"] == "normal" and values["log_format"] == "oneflow":
             parsed.set("log_format", "oneflow-normal", sources["metric_print_format"])
+
+
+def _settle_no_evaluation(parsed: Parsed) -> None:
+    """No batch is no evaluation, in Megatron's words and in all others."""
+    parsed.set("eval_iters", 10, "default")
+    if not parsed.values["do_eval"] and parsed.values["evaluation_strategy"] in (None, "no"):
+        return
+    if parsed.given("do_eval") or parsed.given("evaluation_strategy"):
+        parsed.note(f"--{named('eval_iters')} 0: there is no evaluation")
+    parsed.set("do_eval", False, parsed.sources["eval_iters"])
+    parsed.set("evaluation_strategy", None, parsed.sources["eval_iters"])
+    if not parsed.given("eval_steps"):
+        parsed.set("eval_steps", None, "default")
+
+
+def valid_share(split: str) -> bool:
+    """Whether the validation split has a share; of a malformed split other messages speak."""
+    try:
+        return parse_split(split)[1] > 0
+    except GptlmError:
+        return True
 
 
 def _settle_words(parsed: Parsed) -> None:

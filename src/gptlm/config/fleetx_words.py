@@ -111,6 +111,12 @@ def _precision(configuration: Configuration) -> list[Word]:
 def _evaluation(configuration: Configuration) -> list[Word]:
     frequency = configuration.value("Engine.eval_freq", -1)
     batches = configuration.value("Engine.eval_iters", 0)
+    if frequency >= 1 and batches < 1:
+        given = "is not given" if configuration.value("Engine.eval_iters") is None else f"is {batches}"
+        configuration.notes.append(
+            f"{configuration.typed('Engine.eval_freq')} {frequency} has no effect: "
+            f"{configuration.typed('Engine.eval_iters')} {given}, an evaluation would read no batch; give it, as 10"
+        )
     if frequency < 1 or batches < 1:
         return []
     steps = configuration.value("Engine.max_steps", -1)

@@ -6,6 +6,7 @@ from gptlm.config.batch import NAMES, solve
 from gptlm.config.dialects import launch_words, wanted_processes
 from gptlm.config.layouts import degrees_fit, sharing
 from gptlm.config.parser import Parsed, shown
+from gptlm.config.spellings import EVALUATES
 from gptlm.errors import UsageError, named
 from gptlm.parallel.dims import ParallelDims
 
@@ -166,6 +167,9 @@ def resolve_strategies(parsed: Parsed) -> None:
     if values["do_train"] is None:
         only_evaluate = values["do_eval"] or values["do_predict"]
         parsed.set("do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
+    asks = parsed.words.get("eval_steps") in EVALUATES
+    if asks and values["do_train"] and not parsed.given("do_eval") and not parsed.given("evaluation_strategy"):
+        parsed.set("do_eval", True, f"derived: {parsed.typed['eval_steps']}")
     if values["evaluation_strategy"] in (None, "no") and values["do_eval"] and values["do_train"]:
         if values["evaluation_strategy"] == "no":
             parsed.note("--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
@@ -176,6 +180,8 @@ def resolve_strategies(parsed: Parsed) -> None:
         parsed.set("do_eval", True, "derived: evaluation_strategy")
     if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
         parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
+    if values["do_train"] and values["evaluation_strategy"] == "no" and parsed.given("eval_steps"):
+        parsed.note(f"--{named('eval_steps')} {values['eval_steps']} has no effect: evaluation is off (--do_eval)")
     if values["disable_tqdm"] is None:
         parsed.values["disable_tqdm"] = False
     if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:

@@ -10,6 +10,7 @@ from gptlm.config import spellings, spellings_megatron, spellings_transformers
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
 from gptlm.config.checks import pretrain_problems, problems_of
+from gptlm.config.deepspeed_file import take_deepspeed
 from gptlm.config.dialects import DialectArguments, resolve_dialect
 from gptlm.config.fleetx_words import training_words
 from gptlm.config.foreign import take_foreign_model, take_foreign_start
@@ -208,6 +209,7 @@ def resolve(
     shape = tried(lambda: resolve_shape(parsed, source), problems) if source else None
     degrees = (values["world_size"], values["tensor_parallel_degree"], values["pipeline_parallel_degree"])
     dims = tried(lambda: ParallelDims.of(*degrees), problems) if (values["world_size"] or 0) > 0 else None
+    problems += tried(lambda: list(take_deepspeed(parsed)), problems) or ()
     if dims is not None:
         resolve_degrees(parsed, dims)
         if degrees_fit(values, dims):

@@ -26,6 +26,8 @@ PRETRAIN_RENAMED = {
     "min_lr": "min_learning_rate",
 }
 
+EVALUATES = ("eval_freq",)  # words of originals that always evaluate: to say when is to ask for it
+
 FUSED = "a speed switch of PaddlePaddle kernels; results are the same without it"
 STATIC = "PaddlePaddle's static graph and auto-parallel engine; gptlm has one engine"
 CHECKPOINT = "every checkpoint here is one safetensors format that loads on any layout"

@@ -102,9 +102,7 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
     """
     config = copy.deepcopy(config)
     _check_form(config, name)
-    problems = [
-        f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config
-    ]
+    problems = superseded(config, name)
     sizes = {
         "train_micro_batch_size_per_gpu": (wanted.micro_batch, "per_device_train_batch_size"),
         "gradient_accumulation_steps": (wanted.accumulation, "gradient_accumulation_steps"),
@@ -131,6 +129,11 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
     if problems:
         raise UsageError("\n".join(problems))
     return config
+
+
+def superseded(config: dict[str, Any], name: str) -> list[str]:
+    """What is wrong with blocks of things that are done here without DeepSpeed."""
+    return [f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config]
 
 
 def _check_form(config: dict[str, Any], name: str) -> None:

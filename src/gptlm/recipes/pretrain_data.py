@@ -34,6 +34,7 @@ from gptlm.parallel.mesh import Mesh
 logger = logging.getLogger(__name__)
 
 MANY_EPOCHS = 4
+LEAVES_OUT = {"train": "--do_train 0", "valid": "--eval_iters 0", "test": "--do_predict 0"}
 MOST_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
 Datasets = dict[str, PretrainingDataset | None]
@@ -270,7 +271,7 @@ def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
             counts = ", ".join(str(len(corpus.tokens)) for corpus in corpora)
             raise GptlmError(
                 f"the {split} split is empty: --split {run.data.split} leaves none of the {counts} sequences for it; "
-                "give it a larger share, add documents, or leave that evaluation out"
+                f"give it a larger share, add documents, or leave that evaluation out ({LEAVES_OUT[split]})"
             )
 
 

@@ -1,10 +1,9 @@
 """Whether a run uses DeepSpeed, and with which configuration."""
 
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
+from gptlm.config.deepspeed_file import SIZES, read_deepspeed
 from gptlm.config.layouts import PIPELINE_STAGE
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, reason_of
@@ -24,7 +23,10 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     if not training.do_train:
         return None  # evaluation alone has no optimizer to shard
     if parallel.deepspeed:
-        config, name = _read(parallel.deepspeed), parallel.deepspeed
+        config, name = _without_sizes(read_deepspeed(parallel.deepspeed)), parallel.deepspeed
+        for kind in ("fp16", "bf16"):
+            if getattr(training, kind) and machine.precision != kind:  # which the log says already
+                config.setdefault(kind, {})["enabled"] = "auto"
     else:
         words = parallel.sharding.replace(",", " ").replace("_", " ").split()
         shares = run.dims.data > 1 and parallel.sharding_parallel_degree > 1
@@ -105,13 +107,6 @@ def _check_zero(config: dict[str, Any], name: str) -> None:
         raise UsageError(f"{name}: DeepSpeed refuses zero_optimization: {reason}") from error
 
 
-def _read(file: str) -> dict[str, Any]:
-    try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--deepspeed {file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"--deepspeed {file}: no valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"--deepspeed {file}: expected a JSON object")
-    return config
+def _without_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without the numbers that the run has taken over (a pipeline counts micro-batches otherwise)."""
+    return {key: value for key, value in config.items() if key not in SIZES}
