@@ -5,8 +5,10 @@ when they are called: help, a wrong flag or --print_config wait for nothing heav
 """
 
 import os
+import stat
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +20,7 @@ from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order
 from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.config.evaluation import HELP as EVALUATE_HELP
 from gptlm.config.foreign import ConversionNeeded, with_conversions
-from gptlm.config.generation import PREDICT, parse_predict, resolve_predict
+from gptlm.config.generation import PREDICT, STDIN, parse_predict, resolve_predict
 from gptlm.config.launch_script import split_command
 from gptlm.config.launching import HELP as LAUNCH_HELP
 from gptlm.config.launching import LAUNCH, parse_launch
@@ -116,10 +118,10 @@ def tokenizer(argv: Sequence[str]) -> None:
 def predict(argv: Sequence[str]) -> None:
     words, printing = _without_print_config(argv)
     if printing:
-        print(resolve_predict(words, printing=True).as_json())
+        print(resolve_predict(words, printing=True, piped=_piped()).as_json())
         return
-    arguments, notes = with_conversions(lambda: parse_predict(words), _convert)
-    check_readable("input_file", arguments.input_file)
+    arguments, notes = with_conversions(lambda: parse_predict(words, piped=_piped()), _convert_on_stderr)
+    check_readable("input_file", None if arguments.input_file == STDIN else arguments.input_file)
     base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
     if arguments.serve and find_spec("gradio") is None:
         raise GptlmError("--serve needs gradio; install it with pip install 'gptlm[serve]'")
@@ -140,7 +142,7 @@ def evaluate(argv: Sequence[str]) -> None:
         print(resolve_evaluate(words, printing=True).as_json())
         return
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert)
+    arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
     check_readable("eval_path", arguments.eval_path)
     see_one_card(arguments.device, os.environ)
     from gptlm.recipes.evaluate import evaluate as recipe
@@ -196,6 +198,20 @@ def _convert(needed: ConversionNeeded) -> None:
     from gptlm.recipes.convert import convert_once
 
     convert_once(needed.path, needed.result.parent, needed.heads, needed.vocabulary)
+
+
+def _convert_on_stderr(needed: ConversionNeeded) -> None:
+    """For commands whose stdout is for other programs."""
+    with redirect_stdout(sys.stderr):
+        _convert(needed)
+
+
+def _piped() -> bool:
+    """Whether standard input is a pipe, a file or a socket: neither closed, nor a terminal, nor /dev/null."""
+    try:
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a descriptor
+        return False
 
 
 def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:

@@ -25,8 +25,9 @@ def test_words_of_the_originals():
         ("--num_return_sequences 3 --num_beams 2 --do_sample", "is more than --num_beams 2"),
         ("--num_return_sequences 0", "expected at least 1"),
         ("--num_beams 0", "expected at least 1"),
-        ("--min_new_tokens 9 --tgt_length 8", r"expected 0 to --tgt_length \(8\)"),
-        ("--min_new_tokens -1", "expected 0 to"),
+        ("--min_new_tokens 9 --tgt_length 8", r"expected at most --tgt_length \(8\)"),
+        ("--min_new_tokens 900", r"expected at most --tgt_length \(200, its default\)"),
+        ("--min_new_tokens -1", "expected 0 or more"),
         ("--repetition_penalty 0", "--repetition_penalty 0: expected more than 0"),
         ("--repetition_penalty nan", "repetition_penalty"),
         ("--length_penalty inf", "length_penalty"),
@@ -50,6 +51,35 @@ def test_what_cannot_be_is_refused(words, says):
 
 
 @pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--num_beams 0", "--num_beams"),
+        ("--num_beams -1", "--num_beams"),
+        ("--tgt_length 0", "--tgt_length"),
+        ("--num_return_sequences 0 --num_beams 2", "--num_return_sequences"),
+        ("--serve --num_beams 0", "--num_beams"),
+    ],
+)
+def test_one_wrong_flag_is_one_problem(words, flag):
+    """Nothing is said of defaults that it does not go with."""
+    with pytest.raises(UsageError) as error:
+        parse_predict(words.split())
+    assert "\n" not in str(error.value) and str(error.value).startswith(flag)
+
+
+def test_piped_input_stands_behind_every_flag():
+    for words, wanted in (
+        ([], ([], "-")),
+        (["--prompt", "a"], (["a"], None)),
+        (["--input_file", "f"], ([], "f")),
+        (["--serve"], ([], None)),
+    ):
+        arguments, _ = parse_predict(words, piped=True)
+        assert (arguments.prompt, arguments.input_file) == wanted
+    assert parse_predict([])[0].input_file is None
+
+
+@pytest.mark.parametrize(
     ("words", "noted"),
     [
         ("--top_k 5 --temperature 2", ["--top_k, --temperature has no effect without --do_sample"]),
@@ -57,6 +87,14 @@ def test_what_cannot_be_is_refused(words, says):
         ("--port 80", ["--port has no effect without --serve"]),
         ("--serve --top_k 5 --port 80", []),
         ("--do_sample --top_k 5 --num_beams 2 --early_stopping", []),
+        ("--max_new_tokens 5", []),
+        (
+            "--max_length 5",
+            [
+                "--max_length 5 counts new tokens, as PaddleNLP does; in transformers it counts the prompt, too "
+                "(--max_new_tokens is the same in both)"
+            ],
+        ),
     ],
 )
 def test_flags_without_effect_are_noted(words, noted):

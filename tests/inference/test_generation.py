@@ -1,5 +1,6 @@
 """Continuations: padded vocabulary rows are no tokens, prompts keep their end, batches do not matter."""
 
+import copy
 import json
 import logging
 import shutil
@@ -11,8 +12,16 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from gptlm.errors import GptlmError
-from gptlm.inference.generation import Sampling, continue_apart, continue_prompts, continue_rows, stop_ids
+from gptlm.inference.generation import (
+    Sampling,
+    check_rows,
+    continue_apart,
+    continue_prompts,
+    continue_rows,
+    stop_ids,
+)
 from gptlm.inference.loading import load_for_inference
+from gptlm.inference.scoring import Row, score
 from gptlm.inference.streaming import Stream
 from gptlm.model.build import new_model
 from gptlm.model.presets import Shape
@@ -65,12 +74,43 @@ def test_the_position_table_is_used_to_its_last_row(model, tokenizer):
         run(model, tokenizer, [tokenizer.decode(ids * 2)], max_prompt_tokens=1000)
 
 
-def test_weights_that_are_no_numbers_are_said(model, tokenizer):
-    broken = new_model(Shape(1, 32, 2, 64, 512, 40)).eval()
+@pytest.fixture(scope="module")
+def broken(tokenizer):
+    """A model with one NaN weight, and one whose weights are finite and overflow."""
+    damaged, large = (new_model(Shape(1, 32, 2, 64, 512, 40), eos_token_id=0).eval() for _ in range(2))
     with torch.no_grad():
-        broken.transformer.ln_f.weight.fill_(float("nan"))
-    with pytest.raises(GptlmError, match="no numbers"):
-        run(broken, tokenizer, sampling=Sampling(do_sample=True))
+        damaged.transformer.ln_f.weight[3] = float("nan")
+        large.transformer.ln_f.weight.fill_(3e38)
+    return damaged, large
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"do_sample": True},
+        {"num_beams": 2},
+        {"repetition_penalty": 1.5},
+        {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
+        {"min_new_tokens": 3},
+    ],
+)
+def test_logits_that_are_not_finite_are_said_by_every_search(broken, tokenizer, asked, half):
+    """The model is named, and so is the cause; stock `generate` chooses token 0 or raises from inside torch."""
+    damaged, large = (copy.deepcopy(model).to(torch.bfloat16) if half else model for model in broken)
+    damaged.name_or_path = "runs/a"
+    with pytest.raises(GptlmError, match=r"the model runs/a computes NaN.* 1 of its 16 weight .*ln_f\.weight"):
+        run(damaged, tokenizer, sampling=Sampling(**asked))
+    with pytest.raises(GptlmError, match="weights are finite but so large"):
+        run(large, tokenizer, sampling=Sampling(**asked))
+    assert damaged.generation_config.eos_token_id == 0  # what was set aside meanwhile is back
+
+
+def test_scoring_says_it_in_the_same_words(broken):
+    for model, cause in zip(broken, ("1 of its 16 weight", "so large"), strict=True):
+        with pytest.raises(GptlmError, match=f"computes NaN or infinity: .*{cause}"):
+            list(score(model, [Row([1, 2, 3], 2)], 1))
 
 
 def test_a_folder_without_weights_or_config_is_refused(tmp_path, model):
@@ -127,10 +167,23 @@ def test_what_a_folder_says_of_generation_does_not_count(tokenizer, stock, tmp_p
     folder, _ = stock
     shutil.copytree(folder, tmp_path / "m")
     plain, _ = load_for_inference(str(tmp_path / "m"), torch.device("cpu"))
+    texts = run(plain, tokenizer)
+    first = [tokenizer(text)["input_ids"][0] for text in texts if text]
     wild = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True, "no_repeat_ngram_size": 1}
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(wild))
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**wild, "suppress_tokens": first}))
     other, _ = load_for_inference(str(tmp_path / "m"), torch.device("cpu"))
-    assert run(other, tokenizer) == run(plain, tokenizer)
+    assert run(other, tokenizer) == texts and "".join(stream(other, tokenizer, max_new_tokens=8))
+    assert other.generation_config.no_repeat_ngram_size == 1  # and it is there again for who saves the model
+
+
+def test_a_turn_ends_where_the_generation_config_says(weather, tokenizer):
+    """`eos_token_id` in a folder may be a list; its special tokens end a text, its other ids are of some vocabulary."""
+    several, model = copy.deepcopy(tokenizer), copy.deepcopy(weather)
+    several.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end, letter = len(several) - 1, several("o")["input_ids"][0]
+    for ends, wanted in ((None, [0]), (0, [0]), ([0, end], [0, end]), ([letter, end, 50256], [0, end])):
+        model.generation_config.eos_token_id = ends
+        assert stop_ids(model, several, False) == wanted
 
 
 def test_several_continuations_follow_the_seed(model, tokenizer):
@@ -151,7 +204,28 @@ def test_an_id_beyond_the_model_is_no_index_error(tokenizer):
 def test_cut_prompts_are_said(model, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     assert len(run(model, tokenizer, ["the", "the cat sat on the mat"], max_prompt_tokens=2)) == 2
-    assert "1 of 2 prompts are longer than --src_length 2" in caplog.text
+    assert "1 of 2 prompts are longer than --src_length 2" in caplog.text and "are used: prompt 2" in caplog.text
+
+
+def test_messages_about_a_prompt_name_it(model, caplog, monkeypatch):
+    """Twelve of fifteen have no room for 30 new ids in a table of 40: ten are named."""
+    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+    rows = [[1]] * 3 + [[1] * 11] * 11 + [[1] * 35]
+    names = [f"line {number}" for number in range(1, 16)]
+    check_rows(rows, model.config, 30, names)
+    assert "12 of 15 prompts leave no room for 30 new tokens" in caplog.text and "leaves room for 5)" in caplog.text
+    assert "line 4; line 5;" in caplog.text and "line 13; and 2 more" in caplog.text
+    with pytest.raises(GptlmError, match="^line 2: the prompt of 40 tokens fills"):
+        check_rows([[1], [1] * 40], model.config, 1, names[:2])
+    with pytest.raises(GptlmError, match="^line 2: the prompt holds the token id 512"):
+        check_rows([[1], [512]], model.config, 1, names[:2])
+
+
+def test_a_long_row_shortens_its_own_batch_only(model):
+    """Rows of 1 and 39 ids in a table of 40, one at a time: 8 new ids and 1."""
+    small = train_tokenizer(["a"], 257)
+    found = list(continue_rows(model, small, [[1], [1] * 39, [2]], batch_size=1, max_new_tokens=8))
+    assert [len(ids) for ids in found] == [8, 1, 8]
 
 
 TEXT = "今天天气很好😀🤗,\n\nok"
@@ -191,7 +265,8 @@ def test_a_character_cut_short_is_left_out(weather, tokenizer, count):
 def test_a_line_break_ends_a_text_however_it_is_written():
     blank_lines = train_tokenizer(["a\n\n\nb\n\n\n" * 50], 300)
     assert "ĊĊ" in blank_lines.get_vocab()
-    assert {blank_lines.decode([i]) for i in stop_ids(blank_lines, True)} >= {"\n", "\n\n", "<|endoftext|>"}
+    model = new_model(Shape(1, 8, 1, 8, 300, 8))
+    assert {blank_lines.decode([i]) for i in stop_ids(model, blank_lines, True)} >= {"\n", "\n\n", "<|endoftext|>"}
 
 
 def test_a_stream_stops_at_a_line_break(weather, tokenizer):
@@ -207,9 +282,6 @@ def test_a_stream_nobody_reads_on_ends_its_work(weather, tokenizer):
     assert threading.active_count() == running
 
 
-def test_errors_reach_the_reader_of_a_stream(tokenizer):
-    broken = new_model(Shape(1, 32, 2, 64, 384, 40)).eval()
-    with torch.no_grad():
-        broken.transformer.ln_f.weight.fill_(float("nan"))
-    with pytest.raises(GptlmError, match="no numbers"):
-        list(stream(broken, tokenizer, max_new_tokens=3, sampling=Sampling(do_sample=True)))
+def test_errors_reach_the_reader_of_a_stream(broken, tokenizer):
+    with pytest.raises(GptlmError, match="NaN or infinity"):
+        list(stream(broken[0], tokenizer, max_new_tokens=3))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gptlm.cli import main
+from gptlm.config.generation import DEFAULT_PROMPTS
 from gptlm.model.tokenizer import train_tokenizer
 from tests.conftest import ROOT
 
@@ -61,15 +63,15 @@ def test_every_continuation_has_a_row_in_the_order_of_the_prompts(folder, capsys
     assert code == 0, err
     assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
     assert [row["continuation"] for row in rows] == [text for prompt in prompts for text in beams(folder, prompt, 2)]
-    assert out.startswith("".join(row["continuation"] + "\n" for row in rows))
-    assert re.search(r"\d+ tokens in \d+\.\d\d s", out.splitlines()[-2])
+    assert out == "".join(row["continuation"] + "\n" for row in rows)  # and nothing else: it may be piped
+    assert re.search(r"\d+ tokens in \d+\.\d\d s", err.splitlines()[-2])
 
 
 @pytest.mark.parametrize("half", ["--bf16", "--fp16"])
 def test_half_precision_on_a_cpu(folder, capsys, half):
     code, out, err = predict(folder, capsys, "--prompt", "the", "--tgt_length", 3, half)
     assert code == 0, err
-    assert ("half precision is not used on a CPU" in out) == (half == "--fp16")
+    assert ("half precision is not used on a CPU" in err) == (half == "--fp16")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,7 +89,7 @@ def test_a_folder_of_adapters_names_its_model(folder, capsys, tmp_path, monkeypa
         outputs.append(predict(tmp_path / "a", capsys, "--prompt", "the cat", "--tgt_length", 9))
     both = predict(folder, capsys, "--prompt", "the cat", "--tgt_length", 9, "--lora_path", tmp_path / "a")
     none = predict(folder, capsys, "--prompt", "the cat", "--tgt_length", 9)
-    texts = [out.rpartition("\n[")[0] for _, out, _ in (outputs[0], both, none)]
+    texts = [out for _, out, _ in (outputs[0], both, none)]
     assert texts[0] == texts[1] != texts[2]
     assert outputs[1][0] == 1 and "'elsewhere' is neither a folder" in outputs[1][2]
     twice = predict(tmp_path / "a", capsys, "--prompt", "a", "--lora_path", tmp_path / "a")
@@ -100,6 +102,82 @@ def test_a_prompt_that_is_no_text_is_said(folder, capsys, tmp_path):
     assert code == 1 and "p.jsonl, line 3 is not valid Unicode" in err
 
 
+def piped(monkeypatch, tmp_path, content):
+    """Standard input is a file with `content`; None: /dev/null."""
+    path = Path(os.devnull)
+    if content is not None:
+        path = tmp_path / "stdin"
+        path.write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", open(path, encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        (b"the cat\r\n\nthe dog sat\n", ["the cat", "the dog sat"]),
+        (b'{"src": "the cat", "id": 1}\n{"prompt": "the dog sat"}', ["the cat", "the dog sat"]),
+        (b'{"prompt": "the cat"}\nthe dog sat', ['{"prompt": "the cat"}', "the dog sat"]),  # text, as one line is
+    ],
+)
+def test_what_is_piped_is_continued(folder, capsys, tmp_path, monkeypatch, content, prompts):
+    wanted = predict(folder, capsys, "--tgt_length", 5, "--prompt", *prompts)[1]
+    piped(monkeypatch, tmp_path, content)
+    for words in ((), ("--input_file", "-")):
+        sys.stdin.seek(0)
+        code, out, err = predict(folder, capsys, "--tgt_length", 5, "--output_file", tmp_path / "o", *words)
+        rows = [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()]
+        assert (code, out, [row["prompt"] for row in rows]) == (0, wanted, prompts), err
+        assert ("read as JSON lines" in err) == content.startswith(b'{"src"')
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n\n", "closed"])
+def test_where_nothing_is_piped_the_built_in_questions_are_continued(folder, capsys, tmp_path, monkeypatch, content):
+    """As `python predict_generation.py` alone does in the original; an empty pipe is said."""
+    if content == "closed":
+        monkeypatch.setattr(sys, "stdin", None)
+    else:
+        piped(monkeypatch, tmp_path, content)
+    code, _, err = predict(folder, capsys, "--tgt_length", 2, "--src_length", 20, "--output_file", tmp_path / "o")
+    rows = [json.loads(line) for line in (tmp_path / "o").read_text(encoding="utf-8").splitlines()]
+    assert code == 0 and [row["prompt"] for row in rows] == list(DEFAULT_PROMPTS), err
+    assert ("standard input is empty" in err) == isinstance(content, bytes)
+
+
+def test_a_flag_wins_over_what_is_piped(folder, capsys, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("the cat")
+    piped(monkeypatch, tmp_path, b"\xff not even text")
+    outs = [
+        predict(folder, capsys, "--tgt_length", 5, *words)[1]
+        for words in (("--prompt", "the cat"), ("--input_file", tmp_path / "p.txt"))
+    ]
+    assert outs[0] == outs[1] != ""
+    code, _, err = predict(folder, capsys)
+    assert code == 1 and "standard input is not UTF-8 (byte 0)" in err
+
+
+def test_a_prompt_that_is_cut_or_too_long_is_named(folder, capsys, tmp_path):
+    (tmp_path / "p.txt").write_text("the cat\n\n" + "the cat sat on the mat " * 3 + "\n" + "the cat " * 500)
+    words = ("--input_file", tmp_path / "p.txt", "--tgt_length", 60)
+    code, out, err = predict(folder, capsys, *words, "--src_length", 10)
+    assert code == 0 and "2 of 3 prompts are longer than --src_length 10" in err
+    assert f"{tmp_path}/p.txt, line 3; {tmp_path}/p.txt, line 4" in err
+    assert "leave no room for 60 new tokens" in err and out.count("\n") >= 3
+    code, _, err = predict(folder, capsys, *words, "--src_length", 2000)
+    assert code == 1 and "p.txt, line 4: the prompt of " in err
+
+
+@pytest.mark.parametrize("words", ["", "--num_beams 2 --bf16"])  # every other search: tests/inference
+def test_nan_weights_are_an_error_with_exit_code_1(folder, tmp_path, capsys, words):
+    shutil.copytree(folder, tmp_path / "m")
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[2, 3] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    code, out, err = predict(tmp_path / "m", capsys, "--prompt", "the", "--tgt_length", 3, *words.split())
+    assert code == 1 and out == "" and f"the model {tmp_path}/m computes NaN" in err
+    assert "transformer.h.1.mlp.c_fc.weight" in err
+
+
 def test_a_terminal_is_told_the_same_as_a_file(folder, tmp_path):
     """Through a pseudo terminal: the pieces make up the text, no character comes in halves."""
     command = [sys.executable, str(ROOT / "scripts/predict_generation.py"), "--model_name_or_path", str(folder)]
@@ -107,7 +185,7 @@ def test_a_terminal_is_told_the_same_as_a_file(folder, tmp_path):
     words += ["--prompt", "今天😀", "the"]
     master, terminal = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C"}
-    process = subprocess.Popen([*command, *words], stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+    process = subprocess.Popen([*command, *words], stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
     os.close(terminal)
     seen = b""
     try:
@@ -118,5 +196,5 @@ def test_a_terminal_is_told_the_same_as_a_file(folder, tmp_path):
     assert process.wait(60) == 0, seen
     os.close(master)
     texts = [json.loads(line)["continuation"] for line in (tmp_path / "o").read_text(encoding="utf-8").splitlines()]
-    assert seen.decode().replace("\r\n", "\n").startswith("\n".join([*texts, ""]))
+    assert seen.decode().replace("\r\n", "\n") == "\n".join([*texts, ""])
     assert len(texts) == 2 and all(texts)

@@ -14,6 +14,7 @@ from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
 from gptlm.errors import UsageError, named
 
+STDIN = "-"  # as input_file
 DEFAULT_PROMPTS = (
     "问题：中国的首都是哪里？答案：北京。\n问题：苹果的CEO是谁? 答案：",
     "问题：中国的首都是哪里？答案：北京。\n问题：广东的省会是哪个城市? 答案：",
@@ -26,12 +27,16 @@ class PredictArguments:
 
     model_name_or_path: str = arg("gpt-cpm-large-cn", "folder of a trained model or of adapters, or a built-in name")
     lora_path: str | None = arg(None, "folder of LoRA adapters (PEFT's files), added to the model's weights in memory")
-    prompt: list[str] = arg([], "texts to continue; unset: input_file, or PaddleNLP's two Chinese questions")
-    input_file: str | None = arg(None, "one prompt per line, or .jsonl with the key prompt, src or text")
+    prompt: list[str] = arg(
+        [], "texts to continue; unset: input_file, else piped standard input, else PaddleNLP's two Chinese questions"
+    )
+    input_file: str | None = arg(
+        None, "one prompt per line, or .jsonl with the key prompt, src or text; -: standard input, in either form"
+    )
     output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
     batch_size: int = arg(1, "prompts continued together")
     src_length: int = arg(200, "longest prompt in tokens; of a longer one the end is used, and the log says so")
-    tgt_length: int = arg(200, "most tokens to add")
+    tgt_length: int = arg(200, "most new tokens; the prompt does not count")
     min_new_tokens: int = arg(0, "fewest tokens to add")
     seed: int = arg(20, "seed of sampling")
     decode_strategy: str | None = arg(
@@ -75,17 +80,22 @@ WITH = {  # flags -> the flag without which they have no effect
 }
 
 
-def parse_predict(argv: Sequence[str]) -> tuple[PredictArguments, tuple[str, ...]]:
-    """The arguments and the lines to log. Raises UsageError listing everything that is wrong."""
-    parsed = resolve_predict(argv)
+def parse_predict(argv: Sequence[str], *, piped: bool = False) -> tuple[PredictArguments, tuple[str, ...]]:
+    """The arguments and the lines to log; `piped` as in `resolve_predict`.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
+    parsed = resolve_predict(argv, piped=piped)
     return build(PredictArguments, parsed.values), tuple(parsed.notes)
 
 
-def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
+def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool = False) -> Parsed:
     """The command with everything filled in.
 
     Args:
         printing: for --print_config: a missing model is noted.
+        piped: standard input is a pipe or a file: it is the input where no flag gives one.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -93,9 +103,13 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
     parsed = parse(PREDICT, argv)
     take_foreign_model(parsed)
     take_foreign_adapters(parsed)
-    if parsed.from_sections and not parsed.values["prompt"] and not parsed.values["input_file"]:
-        parsed.set("prompt", [FLEETX_PROMPT], "default of fleetx")
-    problems = [*_ranges(parsed.values), *_strategy(parsed), *_combinations(parsed.values)]
+    problems = [*_ranges(parsed), *_strategy(parsed), *_combinations(parsed.values)]
+    _fill_in_prompts(parsed, piped)
+    if parsed.words.get("tgt_length") == "max_length":
+        parsed.note(
+            f"{parsed.typed['tgt_length']} {parsed.values['tgt_length']} counts new tokens, as PaddleNLP does; in "
+            "transformers it counts the prompt, too (--max_new_tokens is the same in both)"
+        )
     if parsed.refusals and not printing:
         problems += parsed.refusals
     if not parsed.values["model_name_or_path"]:
@@ -116,14 +130,29 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False) -> Parsed:
     return parsed
 
 
-def _ranges(values: dict[str, Any]) -> Iterator[str]:
+def _fill_in_prompts(parsed: Parsed, piped: bool) -> None:
+    """Where no flag gives prompts: standard input, and for the case that it is empty those of the original."""
+    values = parsed.values
+    if values["prompt"] or values["input_file"] not in (None, STDIN) or values["serve"]:
+        return
+    if parsed.from_sections:
+        parsed.set("prompt", [FLEETX_PROMPT], "default of fleetx")
+    if piped and values["input_file"] is None:
+        parsed.set("input_file", STDIN, "standard input")
+
+
+def _ranges(parsed: Parsed) -> Iterator[str]:
+    values = parsed.values
     for name in ("batch_size", "src_length", "tgt_length", "num_beams", "num_return_sequences"):
         if values[name] < 1:
             yield f"--{named(name)} {values[name]}: expected at least 1"
-    if not 0 <= values["min_new_tokens"] <= values["tgt_length"]:
+    if values["min_new_tokens"] < 0:
+        yield f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected 0 or more"
+    elif values["min_new_tokens"] > max(values["tgt_length"], 0):
+        default = "" if "tgt_length" in parsed.typed else ", its default"
         yield (
-            f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected 0 to --{named('tgt_length')} "
-            f"({values['tgt_length']})"
+            f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected at most --{named('tgt_length')} "
+            f"({values['tgt_length']}{default})"
         )
     if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
         yield (
@@ -178,7 +207,7 @@ def _combinations(values: dict[str, Any]) -> Iterator[str]:
             f"--{named('num_return_sequences')} {copies}: greedy search finds one; add --{named('do_sample')} or "
             f"--{named('num_beams')} {copies}"
         )
-    elif copies > beams and not values["do_sample"]:
+    elif copies > beams > 0 and not values["do_sample"]:  # num_beams below 1 is refused on its own
         yield (
             f"--{named('num_return_sequences')} {copies} is more than --{named('num_beams')} {beams}; raise "
             f"--{named('num_beams')} or add --{named('do_sample')}"

@@ -7,15 +7,24 @@ from itertools import groupby, takewhile
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from gptlm.errors import GptlmError
+from gptlm.inference.finite import check_finite
 
 logger = logging.getLogger(__name__)
 
 
 SAMPLING_WORDS = ("top_k", "top_p", "temperature")
 BEAM_WORDS = ("length_penalty", "early_stopping")
+MOST_NAMED = 10
 LINE_BREAK = "\u010a"  # how byte-level vocabularies write "\n"
 
 
@@ -64,9 +73,10 @@ def continue_prompts(
         stop_at_eol: stop at a line break as well as at the end-of-text token.
 
     Raises:
-        GptlmError: if a prompt leaves no room in the position table.
+        GptlmError: if a prompt leaves no room in the position table, or the logits are not finite.
     """
     rows = encode_prompts(tokenizer, prompts, max_prompt_tokens)
+    check_rows(rows, model.config, max_new_tokens)
     settings = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "stop_at_eol": stop_at_eol}
     for ids in continue_apart(model, tokenizer, rows, sampling=sampling, **settings):  # type: ignore[arg-type]
         yield text_of(tokenizer, ids)
@@ -84,49 +94,78 @@ def continue_rows(
 ) -> Iterator[list[int]]:
     """The ids added to each row, in order, up to the first that ends it; `num_return_sequences` for each row.
 
-    The model is called for `batch_size` rows at a time, and no row gets more new ids than fit behind the longest one.
+    The model is called for `batch_size` rows at a time, and no row of a batch gets more new ids than fit behind its
+    longest one. Rows must have passed `check_rows`.
 
     Raises:
-        GptlmError: if a row leaves no room in the position table.
+        GptlmError: if the logits are not finite.
     """
-    check_rows(model, rows, max_new_tokens)
-    stops = stop_ids(tokenizer, stop_at_eol)
+    stops = stop_ids(model, tokenizer, stop_at_eol)
     options = generate_options(model, tokenizer, sampling, stops)
-    options["max_new_tokens"] = min(max_new_tokens, model.config.n_positions - max(map(len, rows)))
     for start in range(0, len(rows), batch_size):
-        yield from _continue_batch(model, rows[start : start + batch_size], options, stops)
+        batch = rows[start : start + batch_size]
+        ids, mask = _left_padded(batch)
+        out = generate(model, ids, mask, options, max_new_tokens)
+        for added in out[:, ids.shape[1] :].tolist():
+            yield before(added, stops)
 
 
 def continue_apart(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]], *, max_new_tokens: int, **settings: Any
 ) -> Iterator[list[int]]:
     """As `continue_rows`, but a row near the end of the position table goes alone: others get what they get alone."""
-    check_rows(model, rows, max_new_tokens)
     for group in _groups(rows, model.config.n_positions - max_new_tokens):
-        room = model.config.n_positions - max(map(len, group))
-        yield from continue_rows(model, tokenizer, group, max_new_tokens=min(max_new_tokens, room), **settings)
+        yield from continue_rows(model, tokenizer, group, max_new_tokens=max_new_tokens, **settings)
 
 
-def _continue_batch(
-    model: Any, batch: Sequence[list[int]], options: dict[str, Any], stops: list[int]
-) -> Iterator[list[int]]:
-    ids, mask = _left_padded(batch)
+def generate(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    options: dict[str, Any],
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
+) -> torch.Tensor:
+    """transformers' `generate` under `options` alone: the generation_config.json of the model does not count.
+
+    Args:
+        model: a network, or one with PEFT's adapters.
+        ids, mask: (rows, T) int64.
+        options: from `generate_options`.
+        max_new_tokens: fewer are added where the position table ends.
+
+    Returns:
+        (rows x num_return_sequences, T + new) ids.
+
+    Raises:
+        GptlmError: if the logits are not finite.
+    """
+    network = getattr(model, "get_base_model", lambda: model)()  # PEFT's wrapper adds nothing to generating
+    room = network.config.n_positions - ids.shape[1]
+    config = GenerationConfig(**options, max_new_tokens=min(max_new_tokens, room))
+    stored, network.generation_config = network.generation_config, GenerationConfig()  # it fills in what is not set
     try:
         with torch.inference_mode():
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
-    except RuntimeError as error:
-        raise sampling_error(error) from error
-    for added in out[:, ids.shape[1] :].tolist():
-        yield before(added, stops)
+            return network.generate(
+                ids.to(network.device),
+                attention_mask=mask.to(network.device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_FiniteLogits(network)]),
+                streamer=streamer,
+            )
+    finally:
+        network.generation_config = stored
 
 
-def sampling_error(error: RuntimeError) -> Exception:
-    """`error` in the user's words, if it is about probabilities."""
-    if "probability tensor" not in str(error):
-        return error
-    return GptlmError(
-        "the model's probabilities are no numbers: its weights are damaged, or --temperature is too small"
-    )
+class _FiniteLogits(LogitsProcessor):
+    """Ends generation where logits are NaN or infinite: no search method notices, all of them choose some token."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        check_finite(scores.amax(-1), self.model)  # NaN and +inf are the maximum, -inf if it stands alone
+        return scores
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -140,47 +179,87 @@ def before(ids: list[int], stops: Sequence[int]) -> list[int]:
     return list(takewhile(lambda token: token not in stops, ids))
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], longest: int) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], longest: int, names: Sequence[str] | None = None
+) -> list[list[int]]:
     """The ids of each prompt; a longer one keeps its last `longest` ids, which the log says.
+
+    Args:
+        names: of the prompts, for messages.
 
     Raises:
         GptlmError: for an empty prompt, if the tokenizer has no end-of-text token to start from.
     """
+    names = names or numbered(len(prompts))
     rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    if tokenizer.eos_token_id is None and not all(rows):
-        raise GptlmError("a prompt is empty and the tokenizer has no end-of-text token to start from; give some text")
-    cut = sum(len(row) > longest for row in rows)
+    empty = [name for name, row in zip(names, rows, strict=True) if not row]
+    if tokenizer.eos_token_id is None and empty:
+        raise GptlmError(
+            f"{empty[0]}: the prompt has no tokens and the tokenizer no end-of-text token to start from; give some text"
+        )
+    cut = [name for name, row in zip(names, rows, strict=True) if len(row) > longest]
     if cut:
         logger.warning(
-            "%d of %d prompts are longer than --src_length %d (the longest has %d tokens): their last %d are used",
-            *(cut, len(rows), longest, max(map(len, rows)), longest),
+            "%d of %d prompts are longer than --src_length %d (the longest has %d tokens), only their last %d tokens "
+            "are used: %s",
+            *(len(cut), len(rows), longest, max(map(len, rows)), longest, some_of(cut)),
         )
     return [row[-longest:] or [tokenizer.eos_token_id] for row in rows]  # empty: start a new document
 
 
-def check_rows(model: Any, rows: Sequence[list[int]], wanted: int) -> None:
-    """Raises GptlmError if a row cannot be continued; says so if one gets less than the `wanted` new tokens."""
-    positions, longest, largest = model.config.n_positions, max(map(len, rows)), max(map(max, rows))
-    if largest >= model.config.vocab_size:
-        raise GptlmError(
-            f"a prompt holds the token id {largest}, the model knows ids below {model.config.vocab_size}: tokenizer "
-            "and model do not belong together"
-        )
-    if longest >= positions:
-        raise GptlmError(
-            f"a prompt of {longest} tokens fills the position table of {positions}; shorten it, or give "
-            f"--src_length {positions // 2}"
-        )
-    if positions - longest < wanted:
+def check_rows(rows: Sequence[list[int]], config: GPT2Config, wanted: int, names: Sequence[str] | None = None) -> None:
+    """Judge prompts before they are continued; log those that get fewer than the `wanted` new tokens.
+
+    Args:
+        config: of the model.
+        names: of the rows, for messages.
+
+    Raises:
+        GptlmError: if a row has an id beyond the vocabulary, or fills the position table.
+    """
+    positions, vocab_size = config.n_positions, config.vocab_size
+    named = list(zip(names or numbered(len(rows)), rows, strict=True))
+    for name, row in named:
+        if max(row) >= vocab_size:
+            raise GptlmError(
+                f"{name}: the prompt holds the token id {max(row)}, the model knows ids below {vocab_size}: tokenizer "
+                "and model do not belong together"
+            )
+        if len(row) >= positions:
+            raise GptlmError(
+                f"{name}: the prompt of {len(row)} tokens fills the position table of {positions}; shorten it, or "
+                f"give --src_length {positions // 2}"
+            )
+    short = [name for name, row in named if len(row) > positions - wanted]
+    if short:
         logger.warning(
-            "%d new tokens do not fit the position table of %d after a prompt of %d tokens: %d are added at most",
-            *(wanted, positions, longest, positions - longest),
+            "%d of %d prompts leave no room for %d new tokens in the position table of %d (the longest leaves room for "
+            "%d): %s",
+            *(len(short), len(rows), wanted, positions, positions - max(map(len, rows)), some_of(short)),
         )
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) -> list[int]:
-    """Ids that end a continuation: end of text and, if asked for, every token with a line break in it."""
+def numbered(count: int) -> list[str]:
+    """Names of prompts that have no others."""
+    return [f"prompt {number}" for number in range(1, count + 1)]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first `MOST_NAMED` of `names` for a message, and how many more there are."""
+    more = f"; and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "; ".join(names[:MOST_NAMED]) + more
+
+
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) -> list[int]:
+    """Ids that end a continuation: end of text, end of turn and, if asked for, every token with a line break in it.
+
+    Ends of turns are the special tokens among the `eos_token_id` of the model's generation_config.json: which ids end
+    a text belongs to the vocabulary, unlike everything else in that file.
+    """
     stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = model.generation_config.eos_token_id
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    stops += [end for end in (ends if isinstance(ends, list) else [ends]) if end in special and end not in stops]
     if stop_at_eol:
         signs = ("\n", LINE_BREAK)
         stops += sorted(i for token, i in tokenizer.get_vocab().items() if any(sign in token for sign in signs))
@@ -190,7 +269,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) -> list[int]
 def generate_options(
     model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, stops: list[int]
 ) -> dict[str, Any]:
-    """Keywords of `generate`, the same for every batch. Rows of the embedding without a token are never drawn."""
+    """Fields of a GenerationConfig, the same for every batch. Rows of the embedding without a token are never drawn."""
     options = sampling.options() | {
         "pad_token_id": tokenizer.eos_token_id or 0,
         "eos_token_id": stops or None,

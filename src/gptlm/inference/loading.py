@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
@@ -39,5 +39,5 @@ def load_for_inference(
     else:
         model, tokenizer = load_adapted(source, Path(lora_path))
         model.to(dtype=dtype)  # type: ignore[call-arg]
-    model.generation_config = GenerationConfig()  # what is not asked for is off, whatever a file in the folder says
+        model.name_or_path = f"{source} with the adapters in {lora_path}"  # in messages
     return model.eval().to(device), tokenizer

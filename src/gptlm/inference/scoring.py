@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptlm.errors import GptlmError
+from gptlm.inference.finite import check_finite
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.loss import CHUNK_TOKENS
 
@@ -76,7 +76,7 @@ def score(
     """Batches of (number of the row, its score) of the share (i, n): every n-th batch, beginning with the i-th.
 
     Raises:
-        GptlmError: if the model's probabilities are no numbers.
+        GptlmError: if the logits are not finite.
     """
     for start in range(share[0] * batch_size, len(rows), share[1] * batch_size):
         batch = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
@@ -90,10 +90,7 @@ def _score_batch(model: GPTLMHeadModel, rows: Sequence[Row]) -> list[Score]:
     kept = torch.cat([hidden[i, end - row.scored : end] for i, (row, end) in enumerate(zip(rows, ends, strict=True))])
     targets = np.concatenate([np.asarray(row.ids[-row.scored :], dtype=np.int64) for row in rows])
     losses, hits = _losses(model, kept, torch.from_numpy(targets).to(kept.device))
-    if not torch.isfinite(losses).all():
-        raise GptlmError(
-            "the model's probabilities are no numbers: its weights are damaged, or they overflow float16 (use --bf16)"
-        )
+    check_finite(losses, model)
     sizes = [row.scored for row in rows]
     parts = zip(losses.split(sizes), hits.split(sizes), strict=True)
     return [Score(loss.sum().item(), tuple(hit.tolist())) for loss, hit in parts]

@@ -14,8 +14,8 @@ from gptlm.inference.generation import (
     Sampling,
     before,
     check_rows,
+    generate,
     generate_options,
-    sampling_error,
     stop_ids,
     text_of,
 )
@@ -34,7 +34,7 @@ class Stream(BaseStreamer):
         ids: of the tokens so far, without the one that ended the text.
 
     Raises:
-        GptlmError: as `continue_rows` does.
+        GptlmError: if the row cannot be continued, or the logits are not finite.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Stream(BaseStreamer):
         sampling: Sampling = GREEDY,
         stop_at_eol: bool = False,
     ):
-        check_rows(model, [row], 1)
+        check_rows([row], model.config, 1, ["the prompt"])
         self.ids: list[int] = []
         self._model, self._tokenizer, self._row = model, tokenizer, row
-        self._stops = stop_ids(tokenizer, stop_at_eol)
+        self._stops = stop_ids(model, tokenizer, stop_at_eol)
         self._options = generate_options(model, tokenizer, sampling, self._stops)
-        self._options["max_new_tokens"] = min(max_new_tokens, model.config.n_positions - len(row))
+        self._max_new_tokens = max_new_tokens
         self._queue: SimpleQueue[str | Exception | None] = SimpleQueue()
         self._before_prompt, self._closed, self._said = True, False, 0
 
@@ -85,14 +85,11 @@ class Stream(BaseStreamer):
         """Called by `generate` behind the last token."""
 
     def _work(self) -> None:
-        ids = torch.tensor([self._row], device=self._model.device)
+        ids = torch.tensor([self._row])
         try:
-            with torch.inference_mode():
-                self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=self, **self._options)
+            generate(self._model, ids, torch.ones_like(ids), self._options, self._max_new_tokens, streamer=self)
             self._queue.put(None)
         except _Closed:
             pass
-        except RuntimeError as error:
-            self._queue.put(sampling_error(error))
         except Exception as error:
             self._queue.put(error)

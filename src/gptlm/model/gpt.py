@@ -7,7 +7,10 @@ transposed on load and on save, nothing else, so stock `AutoModelForCausalLM.fro
 Shapes: B batch, T tokens, D width, H heads, V vocabulary.
 """
 
+import copy
+import logging
 import math
+import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, GPT2Config, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, GPT2Config, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -28,6 +31,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from gptlm.model.documents import Documents, document_attention
 from gptlm.model.loss import summed_loss
 from gptlm.model.mlp import MLP, residual_projection
+
+logger = logging.getLogger(__name__)
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -279,7 +284,11 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
 
     def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
         """As transformers' own; the config names the stock class, which is what lies on disk, and all may read it."""
-        super().save_pretrained(save_directory, **kwargs)
+        in_memory, self.generation_config = self.generation_config, saved_generation(self.generation_config)
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            self.generation_config = in_memory
         if kwargs.get("is_main_process", True):
             for file in Path(save_directory).glob("*.safetensors"):  # made for the owner only
                 file.chmod((Path(save_directory) / "config.json").stat().st_mode & 0o777)
@@ -287,6 +296,31 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             self.config.architectures = ["GPT2LMHeadModel"]
             self.config.save_pretrained(save_directory)
             self.config.use_cache = in_training
+
+
+def saved_generation(config: GenerationConfig) -> GenerationConfig:
+    """What of `config` is written: all of it with a padding id, or the special ids alone if it contradicts itself.
+
+    transformers refuses to write settings that it only warns of when it reads them (`temperature` without `do_sample`),
+    which would cost a run its model.
+    """
+    kept = copy.deepcopy(config)
+    kept._from_model_config = None  # else what the user changes later in the file is not read
+    ids = {name: getattr(kept, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if ids["pad_token_id"] is None:
+        ends = ids["eos_token_id"]
+        kept.pad_token_id = ids["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
+    try:
+        kept.validate(strict=True)
+        return kept
+    except ValueError as error:
+        fields = ", ".join(re.findall(r"^- `(\w+)`", str(error), re.MULTILINE))
+        logger.warning(
+            "the base model's generation_config.json contradicts itself (%s; transformers refuses to save it): only "
+            "its special token ids are saved",
+            fields or error,
+        )
+        return GenerationConfig(**{name: None if value == -1 else value for name, value in ids.items()})
 
 
 register_checkpoint_conversion_mapping(

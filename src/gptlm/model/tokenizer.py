@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 from gptlm.errors import GptlmError, doing, reason_of
 
 EOS = "<|endoftext|>"
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 PROBE = "The quick brown fox jumps over the lazy dog."
 
@@ -183,7 +184,17 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(documents, trainer=trainer)
-    return GPT2Tokenizer(tokenizer_object=tokenizer, unk_token=EOS, bos_token=EOS, eos_token=EOS)
+    return GPT2Tokenizer(tokenizer_object=tokenizer, unk_token=EOS, bos_token=EOS, eos_token=EOS, pad_token=EOS)
+
+
+def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
+    """Note in `tokenizer` what it is saved with: texts of at most `positions` tokens, and padding with the end of text.
+
+    No entry is added; a padding token that there is stays.
+    """
+    tokenizer.model_max_length = positions
+    if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -201,4 +212,5 @@ def _fast(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenize
             f"the tokenizer in {source} has no fast form ({type(tokenizer).__name__}); "
             "gptlm needs a tokenizer.json or GPT-2's vocab.json and merges.txt"
         )
+    tokenizer.deprecation_warnings[TOO_LONG] = True  # every command cuts or windows its texts itself
     return tokenizer

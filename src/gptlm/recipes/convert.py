@@ -15,7 +15,7 @@ import transformers
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from gptlm.checkpoints.adapters import kind_of
 from gptlm.checkpoints.huggingface import config_of, write_weights
@@ -27,9 +27,10 @@ from gptlm.checkpoints.source import Asked, Source
 from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_of_folder
 from gptlm.config.converting import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.errors import GptlmError, UsageError, doing
+from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
-from gptlm.model.tokenizer import load_tokenizer
+from gptlm.model.tokenizer import fit_to_model, load_tokenizer
 from gptlm.recipes.convert_adapters import convert_adapters
 from gptlm.recipes.convert_states import finish_checkpoint, start_checkpoint
 from gptlm.recipes.model import tokenizer_folder
@@ -158,6 +159,8 @@ def _convert(path: Path, folder: Path, conversion: Conversion, may_grow: bool) -
         _check(source, conversion, asked)
         place = start_checkpoint(source, folder) if with_states else folder
         tokenizer = _tokenizer(path, conversion)
+        if tokenizer is not None:
+            fit_to_model(tokenizer, source.shape.max_position_embeddings)
         _write(source, place, conversion, tokenizer)
         if conversion.main.verify:
             _verify(source, place, conversion)
@@ -203,8 +206,10 @@ def write_folder(
 ) -> None:
     """A stock GPT-2 folder: sharded safetensors and config.json."""
     kept = dtype or _widest(source)
-    config = config_of(source, kept, tokenizer.eos_token_id if tokenizer else source.arguments.get("eos_token_id"))
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    end = tokenizer.eos_token_id if tokenizer else source.arguments.get("eos_token_id")
+    (folder / "config.json").write_text(json.dumps(config_of(source, kept, end), indent=1) + "\n", encoding="utf-8")
+    if end is not None:
+        saved_generation(GenerationConfig(bos_token_id=end, eos_token_id=end)).save_pretrained(folder)
 
     def weights() -> Any:
         for name, value in source.weights():

@@ -12,6 +12,7 @@ from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.adapter_files import base_hint, settings_of
 from gptlm.model.hub import model_folder
+from gptlm.model.tokenizer import fit_to_model
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
 from gptlm.training.logging import start_logging
@@ -48,6 +49,7 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     """
     model, tokenizer = load_adapted(base, adapters)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    fit_to_model(tokenizer, model.config.n_positions)
     with writing(output, "the merged model", more=""):
         output.mkdir(parents=True, exist_ok=True)
         model.to(dtype=dtype).save_pretrained(output)  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.loss import linear_cross_entropy
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
-from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer
 from gptlm.parallel.apply import parallelize
 from gptlm.parallel.engine import build_sharded
 from gptlm.parallel.mesh import Mesh
@@ -70,6 +70,7 @@ def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokeniz
         logger.warning("no tokenizer: the model is saved without one (--tokenizer_name_or_path DIR adds it)")
         return None
     _check(run, tokenizer, corpora)
+    fit_to_model(tokenizer, run.shape.max_position_embeddings)
     return tokenizer
 
 

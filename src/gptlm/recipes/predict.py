@@ -6,14 +6,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
-from gptlm.data.unicode import check_text
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
@@ -22,12 +21,11 @@ from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.recipes.machine import choose_machine, use_device
+from gptlm.recipes.prompts import read_prompts
 from gptlm.training.disk import write_failure
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
-
-PROMPT_KEYS = ("prompt", "src", "text")
 
 
 def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[str]:
@@ -36,17 +34,20 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     Raises:
         GptlmError: if prompts, weights, adapters or tokenizer cannot be read.
     """
-    speak(notes)
-    prompts = _prompts(arguments)
+    log_to(sys.stderr, notes)  # continuations alone go to stdout
+    prompts = read_prompts(arguments)
+    texts = [prompt.text for prompt in prompts]
+    names = [prompt.place for prompt in prompts]
     if arguments.output_file:
         _make_room(Path(arguments.output_file))
     model, tokenizer = load(arguments)
-    rows = encode_prompts(tokenizer, prompts, arguments.src_length)
-    settings = _settings(arguments, prompts)
+    rows = encode_prompts(tokenizer, texts, arguments.src_length, names)
+    settings = _settings(arguments, texts)
+    check_rows(rows, model.config, arguments.tgt_length, names)
     with doing("generating"):
         results = _results(model, tokenizer, rows, arguments, settings)
     if arguments.output_file:
-        copies = [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)]
+        copies = [text for text in texts for _ in range(arguments.num_return_sequences)]
         _write(Path(arguments.output_file), copies, results)
     return results
 
@@ -69,9 +70,9 @@ def _results(
     return _timed(found)
 
 
-def speak(notes: Sequence[str]) -> None:
-    """Our own log, and `notes` in it; transformers keeps silent."""
-    start_logging(speaks=True)
+def log_to(stream: TextIO, notes: Sequence[str]) -> None:
+    """Start our own log on stdout or stderr with `notes` in it; transformers keeps silent."""
+    start_logging(speaks=True, to_stderr=stream is sys.stderr)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for note in notes:
@@ -128,7 +129,6 @@ def _streamed(
     model: GPTLMHeadModel, tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], settings: dict[str, Any]
 ) -> Iterator[tuple[str, int]]:
     """As `_printed`, on a terminal: each piece as it comes."""
-    check_rows(model, rows, settings["max_new_tokens"])
     for row in rows:
         stream, pieces = Stream(model, tokenizer, row, **settings), []
         for piece in stream:
@@ -146,39 +146,6 @@ def _timed(found: Iterator[tuple[str, int]]) -> list[str]:
     seconds = time.perf_counter() - started
     logger.info("%d tokens in %.2f s: %.1f tokens/s, without loading", count, seconds, count / max(seconds, 1e-9))
     return results
-
-
-def _prompts(arguments: PredictArguments) -> list[str]:
-    if arguments.input_file is None:
-        given = arguments.prompt or DEFAULT_PROMPTS
-        found = [(f"--prompt, text {number}", text) for number, text in enumerate(given, start=1)]
-    else:
-        found = _read(Path(arguments.input_file))
-    for place, text in found:
-        check_text(text, place)
-    return [text for _, text in found]
-
-
-def _read(path: Path) -> list[tuple[str, str]]:
-    """Place and text of each prompt in a file."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise GptlmError(f"cannot read the prompts in {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
-    found = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
-        raise GptlmError(f"{path} holds no prompts; expected one per line")
-    return [(place, _prompt_of(line, place)) for place, line in found] if path.suffix == ".jsonl" else found
-
-
-def _prompt_of(line: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-        return next(record[key] for key in PROMPT_KEYS if isinstance(record.get(key), str))
-    except (ValueError, StopIteration, AttributeError) as error:
-        raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}") from error
 
 
 def _make_room(path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from gptlm.errors import GptlmError
 from gptlm.inference.generation import Sampling, encode_prompts
 from gptlm.inference.streaming import Stream
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.recipes.predict import load, speak
+from gptlm.recipes.predict import load, log_to
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
     Raises:
         GptlmError: if gradio is not installed, the port is taken, or the model cannot be loaded.
     """
-    speak(notes)
+    log_to(sys.stdout, notes)
     gradio = _gradio()
     _check_free(arguments.host, arguments.port)
     model, tokenizer = load(arguments)
@@ -73,7 +74,7 @@ class _Writer:
         torch.manual_seed(int(seed or 0))
         text = ""
         try:
-            (row,) = encode_prompts(self.tokenizer, [prompt], self.arguments.src_length)
+            (row,) = encode_prompts(self.tokenizer, [prompt], self.arguments.src_length, ["the prompt"])
             settings: dict[str, Any] = {"max_new_tokens": int(new_tokens), "stop_at_eol": stop_at_eol}
             for piece in Stream(self.model, self.tokenizer, row, sampling=sampling, **settings):
                 text += piece

@@ -17,7 +17,7 @@ from gptlm.errors import GptlmError
 from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.lora import add_adapters, load_adapters
-from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
+from gptlm.model.tokenizer import fit_to_model, has_tokenizer, load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
@@ -53,6 +53,7 @@ def sft(run: SftRun) -> dict[str, float]:
     sources = find_sources(run)
     tokenizer, new_tokens = _tokenizer(run)
     run = _with_room_for(run, tokenizer)
+    fit_to_model(tokenizer, run.shape.max_position_embeddings)
     data = load_data(run, sources, tokenizer)
     position, promise = _position(run, data, start)
     steps = (len(data.train), run.batch.total)

@@ -15,7 +15,7 @@ from gptlm.data.epochs import Filled
 from gptlm.data.examples import Example
 from gptlm.data.sft import NO_TARGETS, Encoder, Lengths, PackCollator, Row, RowCollator, packed, with_targets
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.generation import continue_rows
+from gptlm.inference.generation import before, continue_rows, text_of
 from gptlm.recipes.sft_sources import Sources, read
 from gptlm.training.sft import Continuation
 
@@ -88,10 +88,7 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     """What evaluations generate; None where they do not."""
     if not run.data.eval_with_do_generation or not data.prompts:
         return None
-    prompts, paddle = [row.ids[: row.prompt].tolist() for row in data.prompts], run.data.paddle_compat
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    prompts = [row.ids[: row.prompt].tolist() for row in data.prompts]
 
     def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
         new = continue_rows(
@@ -101,16 +98,27 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
             batch_size=run.training.per_device_eval_batch_size,
             max_new_tokens=run.data.tgt_length,
         )
-        return [decode(ids) for ids in new]
+        return [text_of(tokenizer, ids) for ids in new]
 
     return Continuation(
         prompts=prompts,
-        texts=[decode(prompt) for prompt in prompts],
-        answers=[decode(row.ids[row.prompt :].tolist()) if paddle else row.answer for row in data.prompts],
+        texts=[text_of(tokenizer, prompt) for prompt in prompts],
+        answers=_references(run, data, tokenizer),
         generate=generate,
         level=run.data.metric_level,
-        clean=_paddle_clean if paddle else str.strip,
+        clean=_paddle_clean if run.data.paddle_compat else str.strip,
     )
+
+
+def _references(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The answers as they read if the model gives them token by token: predictions are compared with their like.
+
+    An answer that was cut for training counts whole.
+    """
+    if run.data.paddle_compat:
+        return [text_of(tokenizer, row.ids[row.prompt :].tolist()) for row in data.prompts]
+    answers = _encoder(run, tokenizer).encode([row.answer for row in data.prompts])
+    return [text_of(tokenizer, before(ids, [tokenizer.eos_token_id])) for ids in answers]
 
 
 def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:

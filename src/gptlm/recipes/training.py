@@ -15,6 +15,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
+from gptlm.inference.finite import check_finite
 from gptlm.model.files import check_weights
 from gptlm.parallel.mesh import Mesh
 from gptlm.recipes.hf_arguments import tracker_callbacks
@@ -198,9 +199,14 @@ def _clear_output(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoi
 
 
 def evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
-    """Evaluate and report; `name` is the split, and the prefix of every metric."""
+    """Evaluate and report; `name` is the split, and the prefix of every metric.
+
+    Raises:
+        GptlmError: if the loss is NaN or infinite.
+    """
     with doing(f"evaluating ({name})"):
         metrics = trainer.evaluate(dataset, metric_key_prefix=name)
+    check_finite(torch.tensor(metrics[f"{name}_loss"]), trainer.network)
     metrics.pop(f"{name}_model_preparation_time", None)
     report(trainer, name, metrics)
     return metrics

@@ -4,21 +4,31 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from typing import TextIO
 
 from tqdm import tqdm
 
 
 class ConsoleHandler(logging.Handler):
-    """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout, above a progress bar if there is one.
+    """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout or stderr, above a progress bar if there is one.
 
     A record's `head` says otherwise: "fleetx" is `[INFO 2026-11-27 10:00:00,123 trainer.py:1] text`, "" is the text.
     """
 
     COLOURS = {"DEBUG": "\x1b[35m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
 
+    def __init__(self, *, to_stderr: bool = False):
+        super().__init__()
+        self.to_stderr = to_stderr
+
+    @property
+    def stream(self) -> TextIO:
+        """Looked up for each line: either may have been redirected since."""
+        return sys.stderr if self.to_stderr else sys.stdout
+
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self._head(record) + record.getMessage(), file=sys.stdout)
-        sys.stdout.flush()
+        tqdm.write(self._head(record) + record.getMessage(), file=self.stream)
+        self.stream.flush()
 
     def _head(self, record: logging.LogRecord) -> str:
         wanted = getattr(record, "head", "paddlenlp")
@@ -28,15 +38,15 @@ class ConsoleHandler(logging.Handler):
         if wanted == "":
             return ""
         head = f"[{stamp}] [{record.levelname:>8}]"
-        if sys.stdout.isatty():
+        if self.stream.isatty():
             head = f"{self.COLOURS.get(record.levelname, '')}{head}\x1b[0m"
         return f"{head} - "
 
 
-def start_logging(*, speaks: bool) -> None:
-    """Send the package's log to stdout. Processes that do not `speak` keep errors only."""
+def start_logging(*, speaks: bool, to_stderr: bool = False) -> None:
+    """Send the package's log to stdout, or to stderr. Processes that do not `speak` keep errors only."""
     logger = logging.getLogger("gptlm")
-    logger.handlers = [ConsoleHandler()]
+    logger.handlers = [ConsoleHandler(to_stderr=to_stderr)]
     logger.propagate = False
     logger.setLevel(logging.INFO if speaks else logging.ERROR)
     logging.getLogger("transformers.trainer_utils").addFilter(_is_not_said_by_us)
