@@ -1,6 +1,7 @@
 """Every foreign word does its work, is refused, or is named: nothing is taken for something else."""
 
 import json
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,11 +10,12 @@ from transformers import TrainingArguments
 from gptlm.cli import COMMANDS, DATA_TOOLS
 from gptlm.config.evaluation import EVALUATE
 from gptlm.config.generation import PREDICT
-from gptlm.config.parser import FALSE, parse
+from gptlm.config.parser import FALSE, help_text, parse
 from gptlm.config.run import PRETRAIN, parse_pretrain
-from gptlm.config.sft import MERGE, SFT
+from gptlm.config.sft import MERGE, SFT, parse_sft
 from gptlm.config.tools import PREPROCESS
 from gptlm.errors import UsageError
+from tests.config.test_messages import save_model
 
 VOCABULARIES = {name: command.vocabulary for name, command in COMMANDS.items()}
 VOCABULARIES |= {f"data {name}": tool[1] for name, tool in DATA_TOOLS.items()}
@@ -205,3 +207,34 @@ def test_what_a_file_says_wins_over_a_dialect_s_defaults(tmp_path, content, flag
     run = parse_pretrain([str(tmp_path / "a.json")], {})
     values = {f.name: getattr(group, f.name) for group in run.groups for f in fields(group)}
     assert values[flag] == value
+
+
+HELPS = {
+    name: help_text("x.py", COMMANDS[name].summary, known) for name, known in VOCABULARIES.items() if name in COMMANDS
+}
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_help_shows_each_flag_once_with_its_aliases(name):
+    vocabulary, lines = VOCABULARIES[name], HELPS[name].splitlines()
+    plain = [line for line in lines if line and not line.startswith("  ")]
+    assert len(plain) == len(set(plain)) and COMMANDS[name].summary in plain
+    for flag in vocabulary.flags():
+        own = [number for number, line in enumerate(lines) if line.startswith(f"  --{flag} <")]
+        assert len(own) == (flag not in vocabulary.fixed), flag
+        block = "\n".join(lines[own[0] : own[0] + 3]) if own else ""
+        for alias in (word for word, target in vocabulary.renamed.items() if target == flag and own):
+            assert re.search(rf"also .*--{alias}(,|$)", block, re.M), (flag, alias)
+    words = HELPS[name].replace(",", " ").split()
+    assert all(word in words for word in (*vocabulary.ignored, *vocabulary.refused))
+    assert all(f"--{word}" in words for word in vocabulary.settings)
+
+
+def test_help_of_fine_tuning_states_its_own_defaults(tmp_path):
+    text = HELPS["sft"]
+    assert "--continue_training <" not in text and "--continue_training: always on" in text
+    assert "of the linear and cosine schedules (default: lr_decay_ratio x learning_rate)" in text
+    words = (
+        f"--model_name_or_path {save_model(tmp_path / 'm')} --output_dir o --learning_rate 1e-3 --lr_decay_ratio 0.5"
+    )
+    assert parse_sft(words.split(), {}).training.min_learning_rate == 5e-4

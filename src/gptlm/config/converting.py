@@ -17,7 +17,7 @@ class ConvertArguments:
 
     source: str | None = arg(
         None,
-        "(also --from) the checkpoint: a folder, a .pdparams, .pt or .zip file, or a built-in name; its kind is "
+        "the checkpoint: a folder, a .pdparams, .pt or .zip file, or a built-in name; its kind is "
         "recognised: HuggingFace, Megatron-LM, Megatron-DeepSpeed, PaddleNLP, FleetX, adapters of PaddleNLP or PEFT",
     )
     to: str = arg("hf", "the form that is written", choices=FORMS)

@@ -21,6 +21,7 @@ DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 CARD = r"\d+|(?:GPU|MIG)-[\w/-]+"
 HELP = """
+One process per GPU; on several nodes the same command starts on each.
 [FILE.json] and the flags come first, then a script (FILE.py or -m MODULE) and its own flags. A whole command that
 begins with python -m paddle.distributed.launch, or python -m oneflow_gpt.training, may follow as it is."""
 

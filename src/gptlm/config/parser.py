@@ -6,8 +6,9 @@ is an error that names the nearest known word. Everything wrong is reported at o
 
 import difflib
 import json
+import textwrap
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -34,6 +35,8 @@ class Vocabulary:
         respelled: foreign word -> {value there: value here}.
         settings: foreign word -> {value there, in small letters: our words for it, as "--device cpu", or ""}; a bare
             switch is "true".
+        defaults: flag -> what its default is in this command, for --help, where it is not the field's.
+        fixed: flag -> why it cannot be set otherwise in this command, for --help.
         sections: what a FleetX configuration says to this command; None: it reads none.
     """
 
@@ -43,6 +46,8 @@ class Vocabulary:
     refused: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
     sections: Sections | None = None
 
     def flags(self) -> dict[str, tuple[Field, Any]]:
@@ -148,18 +153,48 @@ def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
     """The text of --help: every flag with its meaning and default."""
     lines = [f"usage: {program} [FILE.json | -c FILE.yaml [-o KEY=VALUE ...]] [--flag value ...]"]
     lines += ["", *summary.splitlines()]
+    flags = vocabulary.flags()
+    aliases = _by_value(dict(sorted(vocabulary.renamed.items())))
     for group in vocabulary.groups:
-        lines += ["", (group.__doc__ or "").strip()]
-        hints = get_type_hints(group)
-        for f in fields(group):
-            default = _default(f)
-            default_text = "" if default in (None, "", []) else f" (default: {shown(default)})"
-            choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
-            lines.append(f"  --{f.name} <{_type_name(hints[f.name])}>{choices}")
-            lines.append(f"      {f.metadata['help']}{default_text}")
-    if vocabulary.ignored:
-        lines += ["", "Accepted without effect (the log says why):", "  " + ", ".join(sorted(vocabulary.ignored))]
+        lines += ["", (group.__doc__ or "").strip()] if len(vocabulary.groups) > 1 else [""]
+        for name in (f.name for f in fields(group) if f.name not in vocabulary.fixed):
+            lines += _help_of(flags[name], aliases.get(name, []), vocabulary.defaults.get(name))
+    if vocabulary.fixed:
+        lines += ["", "Cannot be changed in this command:"]
+        lines += [f"  --{', --'.join(names)}: {reason}" for reason, names in _by_value(vocabulary.fixed).items()]
+    if vocabulary.settings:
+        lines += ["", "Arguments that set other flags:"]
+    for word, meanings in vocabulary.settings.items():
+        kept = {meant: values for meant, values in _by_value(meanings).items() if meant}
+        lines += [f"  --{word} {' or '.join(values)}: {meant}" for meant, values in kept.items()]
+    for title, words in (
+        ("Accepted without effect (the log says why):", vocabulary.ignored),
+        ("Refused (the error says why):", vocabulary.refused),
+    ):
+        if words:
+            text = ", ".join(sorted(words))
+            lines += ["", title, *textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="  ")]
     return "\n".join(lines) + "\n"
+
+
+def _by_value(table: Mapping[str, str]) -> dict[str, list[str]]:
+    """Value -> the keys that have it."""
+    found: dict[str, list[str]] = {}
+    for key, value in table.items():
+        found.setdefault(value, []).append(key)
+    return found
+
+
+def _help_of(flag: tuple[Field, Any], aliases: list[str], default: str | None) -> Iterator[str]:
+    """The lines of --help about one flag; `default` where it is not the field's."""
+    f, kind = flag
+    if default is None and _default(f) not in (None, "", []):
+        default = shown(_default(f))
+    choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
+    yield f"  --{f.name} <{_type_name(kind)}>{choices}"
+    yield f"      {f.metadata['help']}{f' (default: {default})' if default is not None else ''}"
+    if aliases:
+        yield f"      also --{', --'.join(aliases)}"
 
 
 def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]], parsed: Parsed) -> None:

@@ -63,12 +63,28 @@ class LoraArguments:
     merge_weights: bool = arg(False, "also write output_dir/merged: the model with the adapters added to its weights")
 
 
+REPLICAS = "fine-tuning runs on replicas; --sharding stage3 is for models that do not fit on one card"
+FIXED = {  # flags of training that fine-tuning leaves no choice in
+    "continue_training": "always on, fine-tuning starts from a model's weights",
+    "do_predict": "no effect, fine-tuning data has no test split",
+    "initializer_range": "no effect, the weights are loaded",
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), "the model's"),
+    "max_position_embeddings": "the model's",
+    "auto_parallel": REPLICAS,
+    "auto_parallel_memory": REPLICAS,
+    **dict.fromkeys(("tensor_parallel_degree", "pipeline_parallel_degree"), f"1, {REPLICAS}"),
+    **dict.fromkeys(("virtual_pp_degree", "sequence_parallel"), REPLICAS),
+    **dict.fromkeys(("tensor_parallel_config", "pipeline_parallel_config"), REPLICAS),
+}
+
 SFT = Vocabulary(
     groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments),
     renamed=spellings.PRETRAIN_RENAMED | spellings_transformers.SFT_RENAMED | spellings.SFT_RENAMED,
     ignored=spellings.PRETRAIN_IGNORED | spellings_transformers.SFT_IGNORED | spellings.SFT_IGNORED,
     refused=spellings.PRETRAIN_REFUSED | spellings_transformers.SFT_REFUSED | spellings.SFT_REFUSED,
     settings=spellings_transformers.SFT_SETTINGS,
+    defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
+    fixed=FIXED,
 )
 
 
