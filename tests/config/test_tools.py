@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from gptlm.config.run import parse_pretrain
 from gptlm.config.tools import parse_preprocess
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, with_flags_shown
 
 REST = ["--output_prefix", "x", "--model_name", "t"]
 
@@ -47,3 +48,22 @@ def test_flags_of_sentences_are_noted_without_them_and_explained_with_them():
     for words in ([], ["--sequence_level", "sentence"]):
         (note,) = parse_preprocess(["--input", "a", "--split-sentences", *words, *REST]).notes
         assert "shuffles the sentences of all documents" in note
+
+
+def test_a_class_of_tokenizers_beside_a_folder_is_named_once(tmp_path):
+    """PaddleNLP's --tokenizer_name is a class; GPT's own says nothing new, another one has no effect."""
+    common = ["--input_path", "a.jsonl", "--output_prefix", "o", "--model_name_or_path", "gpt2"]
+    assert parse_preprocess([*common, "--tokenizer_name", "GPTTokenizer"]).notes == ()
+    (note,) = parse_preprocess([*common, "--tokenizer_name", "BertTokenizer"]).notes
+    assert "--tokenizer_name BertTokenizer has no effect" in with_flags_shown(note, {}) and "gpt2" in note
+    (note,) = parse_preprocess([*common, "--tokenizer_name", str(tmp_path)]).notes
+    assert f"{tmp_path} has no effect: the tokenizer of gpt2 is used" in note
+    with pytest.raises(UsageError, match="BertTokenizer is a class without a vocabulary"):
+        parse_preprocess([*common[:4], "--tokenizer_name", "BertTokenizer"])
+
+
+def test_a_class_of_tokenizers_in_training(tmp_path):
+    words = "--model_name_or_path gpt2 --input_dir x --output_dir y --do_train --max_steps 1".split()
+    run = parse_pretrain([*words, "--tokenizer_name_or_path", "BertTokenizer"], {}, printing=True)
+    assert run.model.tokenizer_name_or_path is None
+    assert any("BertTokenizer has no effect: the files of gpt2 say" in note for note in run.notes)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, reason_of
 from gptlm.model.adapter_files import WEIGHTS, settings_of
+from gptlm.model.base_weights import warn_of_other_base
 from gptlm.model.build import load_model
 from gptlm.model.files import check_safetensors, check_weights
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
@@ -33,6 +34,7 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
             f"the adapters in {adapters} replace whole matrices ({whole[0]}); only low-rank adapters are added here, "
             "merge these with PEFT"
         )
+    warn_of_other_base(adapters, source)
     tokenizer = load_tokenizer(tokenizer_folder(source, adapters))
     model = load_model(source)
     _check_layers(model, shapes, adapters)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gptlm.errors import GptlmError, reason_of
 from gptlm.model.adapter_card import write_card
 from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
+from gptlm.model.base_weights import KEY
 from gptlm.model.files import check_safetensors
 from gptlm.model.gpt import GPTLMHeadModel
 
@@ -32,6 +33,7 @@ def add_adapters(
     targets: Sequence[str],
     base: str,
     new_tokens: Sequence[int] = (),
+    base_fingerprint: str | None = None,
 ) -> PeftModel:
     """`model` with new adapters, the only trainable parameters; the output does not change yet (B is zero).
 
@@ -40,6 +42,7 @@ def add_adapters(
         targets: names of matrices, such as "c_attn".
         base: where the model's own weights lie, noted in the files.
         new_tokens: rows of the embedding that are trained and saved, too.
+        base_fingerprint: of the model's own weights, noted in the files as well.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -55,6 +58,7 @@ def add_adapters(
         warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT takes where the weights were read from
+    adapted.base_fingerprint = base_fingerprint
     return adapted
 
 
@@ -138,7 +142,9 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
 
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
+    fingerprint = getattr(model, "base_fingerprint", None)
+    facts = {"format": "pt"} | ({KEY: fingerprint} if fingerprint else {})
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, facts)
     config: Any = model.peft_config[ADAPTER]
     trained, config.inference_mode = config.inference_mode, True
     config.fan_in_fan_out = True

@@ -16,6 +16,7 @@ from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
+from gptlm.model.base_weights import fingerprint_of, warn_of_other_base
 from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.tokenizer import fit_to_model, has_tokenizer, load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
@@ -92,6 +93,9 @@ def _run(
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
+        going_on = start.path if start is not None else Path(run.lora.lora_path) if run.lora.lora_path else None
+        if going_on is not None:
+            warn_of_other_base(going_on, weights_folder(run))
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
@@ -186,6 +190,7 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Mach
         targets=lora.lora_target_modules,
         base=_base_name(run),
         new_tokens=new_tokens,
+        base_fingerprint=fingerprint_of(Path(weights_folder(run))),
     )
     if lora.lora_path:
         load_adapters(adapted, Path(lora.lora_path))
