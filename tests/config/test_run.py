@@ -4,6 +4,8 @@ import json
 import shlex
 
 import pytest
+from transformers import TrainerState
+from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import parse_pretrain, with_epochs_counted
 from gptlm.errors import UsageError
@@ -286,3 +288,60 @@ def test_found_commands_parse(shared, tmp_path, monkeypatch):
         assert run["world_size"] == 8 and run["global_batch_size"] >= 1
         count += 1
     assert count >= 16
+
+
+SHARES = ("warmup_steps", "eval_steps", "save_steps", "logging_steps")
+
+
+@pytest.mark.parametrize("steps", [7, 30, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.001, 0.999])
+@pytest.mark.parametrize("known", [True, False])
+def test_shares_of_the_run_are_those_of_transformers(tmp_path, steps, share, known):
+    """On the command line, in JSON and in YAML; also where max_steps follows from the data."""
+    stock = HFTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], **dict.fromkeys(SHARES, share), eval_strategy="steps"
+    )
+    state = TrainerState()
+    state.compute_steps(stock, steps)
+    wanted = [stock.get_warmup_steps(steps), state.eval_steps, state.save_steps, state.logging_steps]
+    (tmp_path / "a.json").write_text(json.dumps(dict.fromkeys(SHARES, share)))
+    (tmp_path / "a.yaml").write_text("\n".join(f"{name}: {share}" for name in SHARES))
+    more = ["--input_dir", "d", "--output_dir", "o", "--do_train", "--do_eval"]
+    more += ["--max_steps", str(steps)] if known else []
+    flags = [word for name in SHARES for word in (f"--{name}", str(share))]
+    for words in (flags, [str(tmp_path / "a.json")], [str(tmp_path / "a.yaml")]):
+        training = with_epochs_counted(parse_pretrain([*words, *more], {}), steps).training
+        found = [getattr(training, name) for name in SHARES]
+        assert found == wanted and all(isinstance(value, int) for value in found)
+
+
+def test_a_share_of_warm_up_wins_over_a_ratio_as_steps_do():
+    found = resolve(BASE + "--warmup_steps 0.2 --warmup_ratio 0.05")
+    assert found["run"]["warmup_steps"] == 20 and found["from"]["warmup_steps"] == "derived: 0.2 x max_steps 100"
+    assert any("warmup_ratio 0.05 has no effect: warmup_steps 0.2 wins" in note for note in found["notes"])
+
+
+def test_steps_are_whole_numbers_or_shares():
+    for name in SHARES[1:]:
+        for value in ("1.5", "-0.1", "inf", "nan", "1e30"):
+            with pytest.raises(UsageError, match=f"--{name} .*expected at least 1 step, a whole number, or a share"):
+                resolve(BASE + f"--do_train --do_eval --{name} {value}")
+        assert resolve(BASE + f"--do_train --do_eval --{name} 20.0 --eval_steps 20")["run"][name] == 20
+    base = BASE + "--do_train --do_eval --load_best_model_at_end "
+    resolve(base + "--eval_steps 0.1 --save_steps 0.3")
+    for words in ("--eval_steps 0.2 --save_steps 0.3", "--eval_steps 0.1 --save_steps 25"):
+        with pytest.raises(UsageError, match="multiple"):
+            resolve(base + words)
+    late = base.replace("--max_steps 100", "") + "--eval_steps 0.1 --save_steps 0.2"
+    run = parse_pretrain(shlex.split(late), {})
+    assert with_epochs_counted(run, 100).training.save_steps == 20
+    with pytest.raises(UsageError, match="save_steps .5. to be a multiple of .*eval_steps .3."):
+        with_epochs_counted(run, 25)  # ceil(2.5) and ceil(5)
+
+
+def test_an_argument_file_of_a_run_keeps_its_warm_up():
+    """A ratio of few steps gives less than one, which would be read as a share."""
+    run = parse_pretrain(shlex.split(BASE + "--warmup_ratio 0.005"), {})
+    assert run.training.warmup_steps == 0.5
+    assert "warmup_steps" not in json.loads(run.as_arguments())
+    assert json.loads(parse_pretrain(shlex.split(BASE + "--warmup_steps 3"), {}).as_arguments())["warmup_steps"] == 3

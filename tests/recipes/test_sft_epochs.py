@@ -168,3 +168,12 @@ def test_a_checkpoint_that_does_not_note_its_place_starts_its_epoch_again(nine, 
     said = capfd.readouterr().out
     assert said.count("it does not say where in its epoch: epoch 2 starts again") == 1
     assert (facts["global_step"], facts["consumed_samples"], facts["epoch_position"]) == (4 + 6, 16 + 18, [3, 0])
+
+
+def test_shares_of_a_run_whose_steps_follow_from_the_data(nine, tmp_path):
+    """Six steps: a log line every ceil(0.3 x 6), a checkpoint after ceil(0.5 x 6), warm-up of ceil(0.4 x 6) = 3."""
+    words = ("--logging_steps", 0.3, "--save_steps", 0.5, "--warmup_steps", 0.4, "--learning_rate", 1)
+    _, history, _ = nine(*words, "--num_train_epochs", 2, "--lr_decay_ratio", 1)
+    rates = {entry["step"]: entry["learning_rate"] for entry in history if "loss" in entry}
+    assert rates == {2: pytest.approx(2 / 3, abs=1e-3), 4: 1.0, 6: 1.0}
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}

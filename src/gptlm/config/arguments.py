@@ -124,7 +124,9 @@ class TrainingArguments:
         choices=("linear", "cosine", "oneflow_cosine", "constant", "constant_with_warmup", "polynomial"),
     )
     lr_start_step: int = arg(1, "step that the first update counts as in linear and cosine schedules: 1, or 0 (rate 0)")
-    warmup_steps: float = arg(0, "optimizer steps of linear warm-up; wins over the ratios")
+    warmup_steps: float = arg(
+        0, "optimizer steps of linear warm-up, below 1 a share of max_steps (rounded up); wins over the ratios"
+    )
     warmup_ratio: float = arg(0.0, "warm-up as a share of max_steps")
     warmup_fraction: float = arg(0.0, "warm-up as a share of decay_steps")
     decay_steps: float | None = arg(None, "step at which the lowest learning rate is reached; unset: max_steps")
@@ -163,10 +165,12 @@ class TrainingArguments:
     evaluation_strategy: str | None = arg(
         None, "when to evaluate; unset: steps with do_eval, else no", choices=("no", "steps", "epoch")
     )
-    eval_steps: int | None = arg(None, "optimizer steps between evaluations; unset: logging_steps")
+    eval_steps: float | None = arg(
+        None, "optimizer steps between evaluations, below 1 a share of max_steps; unset: logging_steps"
+    )
     minimum_eval_times: int | None = arg(None, "lower eval_steps so that at least this many evaluations happen")
     save_strategy: str = arg("steps", "when to save a checkpoint", choices=("no", "steps", "epoch"))
-    save_steps: int = arg(500, "optimizer steps between checkpoints")
+    save_steps: float = arg(500, "optimizer steps between checkpoints, below 1 a share of max_steps")
     save_total_limit: int | None = arg(None, "checkpoints to keep; unset: all")
     load_best_model_at_end: bool = arg(False, "end with the checkpoint of the best evaluation")
     metric_for_best_model: str | None = arg(None, "metric that decides; unset: loss")
@@ -178,7 +182,7 @@ class TrainingArguments:
     resume_from_checkpoint: str | None = arg(
         None, "checkpoint folder to go on from, or true for the newest in output_dir (also the default)"
     )
-    logging_steps: int = arg(500, "optimizer steps between log lines")
+    logging_steps: float = arg(500, "optimizer steps between log lines, below 1 a share of max_steps")
     log_format: str = arg("paddlenlp", "whose log lines are printed", choices=LOG_FORMATS)
     logging_first_step: bool = arg(False, "log the first step too")
     logging_dir: str | None = arg(None, "folder for event files; unset: output_dir/runs/<date>_<host>")

@@ -1,9 +1,11 @@
 """What can be wrong with a run, said before anything heavy is imported or read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gptlm.config.layouts import layout_problems
-from gptlm.config.parser import Parsed
+from gptlm.config.parser import LARGEST, Parsed
+from gptlm.config.resolving import INTERVALS
 from gptlm.config.shapes import ModelSource
 from gptlm.config.spellings import PARALLEL_WORDS
 from gptlm.data.order import parse_split
@@ -11,10 +13,9 @@ from gptlm.errors import GptlmError, named
 from gptlm.parallel.dims import ParallelDims
 
 TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
+SHARE_UNIT = 1_000_000
 AT_LEAST_ONE = (
     "per_device_eval_batch_size",
-    "save_steps",
-    "logging_steps",
     "virtual_pp_degree",
     "loss_scale_window",
     "hysteresis",
@@ -104,7 +105,11 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
     outside = [layer for layer in values["no_recompute_layers"] if count and not 0 <= layer < count]
     if outside:
         yield f"{named('no_recompute_layers')} {' '.join(map(str, outside))}: the layers are 0 to {count - 1}"
-    for name in ("eval_steps", "save_total_limit", "minimum_eval_times"):
+    for name in INTERVALS:
+        every = values[name]
+        if every is not None and not (0 < every < 1 or (isinstance(every, int) and 0 < every <= LARGEST)):
+            yield f"{named(name)} {every:g}: expected at least 1 step, a whole number, or a share of the run below 1"
+    for name in ("save_total_limit", "minimum_eval_times"):
         if values[name] is not None and values[name] < 1:
             yield f"{named(name)} {values[name]}: expected at least 1"
     if values["decay_steps"] is not None and values["decay_steps"] <= 0:
@@ -165,10 +170,18 @@ def _best_model(parsed: Parsed) -> Iterator[str]:
             f"{named('evaluation_strategy')} is {values['evaluation_strategy']}, {named('save_strategy')} is "
             f"{values['save_strategy']}"
         )
-    elif values["evaluation_strategy"] == "steps" and values["save_steps"] % (values["eval_steps"] or 1):
+    elif values["evaluation_strategy"] == "steps":
+        yield from steps_apart(values)
+
+
+def steps_apart(values: Mapping[str, Any]) -> Iterator[str]:
+    """Raised or reported where checkpoints do not come with evaluations, which load_best_model_at_end needs."""
+    save, evaluate = values["save_steps"], values["eval_steps"] or 1
+    mixed = (save < 1) != (evaluate < 1)  # max_steps is not known yet; shares of it are compared as in transformers
+    if mixed or round(save * SHARE_UNIT) % round(evaluate * SHARE_UNIT):
         yield (
-            f"{named('load_best_model_at_end')} needs {named('save_steps')} ({values['save_steps']}) to be a multiple "
-            f"of {named('eval_steps')} ({values['eval_steps']})"
+            f"{named('load_best_model_at_end')} needs {named('save_steps')} ({save:g}) to be a multiple of "
+            f"{named('eval_steps')} ({evaluate:g})"
         )
 
 

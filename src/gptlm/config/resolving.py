@@ -1,5 +1,6 @@
 """What follows from the flags that were given: processes, degrees, batch, schedule, and when to evaluate."""
 
+import math
 from collections.abc import Mapping
 
 from gptlm.config.batch import NAMES, solve
@@ -23,18 +24,30 @@ LAYOUT = (  # what --auto_parallel decides
 )
 
 
+INTERVALS = ("eval_steps", "save_steps", "logging_steps")  # whole numbers, or below 1 shares of the run
+
+
 def resolve_schedule(parsed: Parsed) -> None:
-    """Warm-up, decay and evaluation steps, as soon as max_steps is known."""
+    """Warm-up, decay, and when to log, evaluate and save, as soon as max_steps is known."""
     values = parsed.values
     steps = values["max_steps"]
+    for name in INTERVALS:
+        if values[name] is not None and float(values[name]).is_integer():
+            values[name] = int(values[name])
     if steps < 1:
         return
+    for name in INTERVALS:
+        if values[name] is not None and 0 < values[name] < 1:
+            parsed.set(name, math.ceil(steps * values[name]), f"derived: {values[name]:g} x max_steps {steps}")
     if values["decay_steps"] is None:
         parsed.set("decay_steps", steps, "derived: max_steps")
     if values["warmup_steps"] > 0:
         for name in ("warmup_ratio", "warmup_fraction"):
             if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
                 parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
+        if values["warmup_steps"] < 1 and not parsed.sources["warmup_steps"].startswith("derived"):
+            source = f"derived: {values['warmup_steps']:g} x max_steps {steps}"
+            parsed.set("warmup_steps", math.ceil(steps * values["warmup_steps"]), source)
     elif values["warmup_ratio"]:
         source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"
         parsed.set("warmup_steps", values["warmup_ratio"] * steps, source)

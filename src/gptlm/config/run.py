@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gptlm.config import spellings, spellings_megatron, spellings_transformers
 from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
-from gptlm.config.checks import pretrain_problems, problems_of
+from gptlm.config.checks import pretrain_problems, problems_of, steps_apart
 from gptlm.config.deepspeed_file import take_deepspeed
 from gptlm.config.dialects import DialectArguments, resolve_dialect
 from gptlm.config.fleetx_words import training_words
@@ -106,6 +106,8 @@ class Run:
         once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel")
         values = {name: value for group in self.groups for name, value in asdict(group).items()}
         kept = {name: value for name, value in values.items() if value is not None and name not in once}
+        if self.sources["warmup_steps"].startswith("derived: warmup_"):
+            del kept["warmup_steps"]  # the ratio is there; below 1 the steps would be read as a share
         return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
 
     def as_json(self) -> str:
@@ -266,8 +268,13 @@ def with_epochs_counted(run: AnyRun, steps_per_epoch: int, *, last_step: int | N
         parsed.set("save_strategy", "steps", "derived: epoch")
         parsed.set("save_steps", steps_per_epoch, "derived: steps per epoch")
     resolve_schedule(parsed)
+    if values["do_train"] and values["load_best_model_at_end"] and values["evaluation_strategy"] == "steps":
+        problems = list(steps_apart(values))
+        if problems:
+            raise UsageError(all_in_user_words(problems, parsed))
     training = build(TrainingArguments, parsed.values)
-    return replace(run, training=training, sources=parsed.sources, notes=run.notes + tuple(parsed.notes))
+    notes = tuple(dict.fromkeys([*run.notes, *parsed.notes]))
+    return replace(run, training=training, sources=parsed.sources, notes=notes)
 
 
 def _resolve_weights(parsed: Parsed) -> None:

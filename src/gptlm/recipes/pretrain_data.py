@@ -55,7 +55,7 @@ def sample_counts(run: PretrainRun, corpora: list[Corpus]) -> dict[str, int]:
     batch = training.per_device_eval_batch_size * run.dims.data
     test = run.data.eval_iters * TEST_FACTOR if run.data.test_iters is None else run.data.test_iters
     interval = training.eval_steps if training.evaluation_strategy == "steps" else None
-    evaluations = training.max_steps // interval + 1 if interval else 1
+    evaluations = int(training.max_steps // interval) + 1 if interval else 1
     counts = {
         "train": run.batch.total * training.max_steps,
         "valid": batch * run.data.eval_iters * evaluations,
