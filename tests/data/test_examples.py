@@ -1,12 +1,29 @@
 """Every form of examples people have, and what is said of files that hold none."""
 
 import json
+import re
 
 import datasets
 import pytest
 
-from gptlm.data.examples import Turn, find_files, plain_conversation, read_examples, read_records
+from gptlm.data.examples import find_files, read_examples, read_records
+from gptlm.data.messages import PlainHeadings, conversation
+from gptlm.data.turns import Content, Turn
 from gptlm.errors import GptlmError
+
+PLAIN = PlainHeadings()
+
+
+def turn(pieces, answer, cue="", **more):
+    """`pieces` of the prompt: those in an object may be cut, {role: text}."""
+    text, contents = "", []
+    for piece in pieces:
+        if isinstance(piece, dict):
+            ((role, piece),) = piece.items()
+            contents.append(Content(len(text), len(text) + len(piece), role))
+        text += piece
+    return Turn(text, answer, cue, tuple(contents), **more)
+
 
 SQUAD = {
     "version": "v2.0",
@@ -25,32 +42,36 @@ SQUAD = {
         }
     ],
 }
-QUESTION = [Turn("answer: Italy context: Rome is in Italy.", "question: Where is Rome?", "\n")]
+QUESTION = [turn(["answer: Italy context: ", {"user": "Rome is in Italy."}], "question: Where is Rome?", "\n")]
+RESPONSE = "\n\n### Response:\n"
 FORMS = [
     ({"src": "a", "tgt": "b"}, [Turn("a", "b")]),
     ({"src": ["a", "c"], "tgt": ["b", "d"]}, [Turn("a", "b"), Turn("c", "d")]),
     ({"source": "a", "target": "b"}, [Turn("a", "b")]),
     ({"prompt": "a", "response": "b", "id": 7}, [Turn("a", "b")]),
     ({"prompt": "a", "completion": "b"}, [Turn("a", "b")]),
-    ({"instruction": "a", "output": "b"}, [Turn("### Instruction:\na", "b", "\n\n### Response:\n")]),
+    ({"instruction": "a", "output": "b"}, [turn(["### Instruction:\n", {"user": "a"}], "b", RESPONSE)]),
     (
         {"instruction": "a", "input": "i", "output": "b"},
-        [Turn("### Instruction:\na\n\n### Input:\ni", "b", "\n\n### Response:\n")],
+        [turn(["### Instruction:\n", {"user": "a"}, "\n\n### Input:\n", {"user": "i"}], "b", RESPONSE)],
     ),
-    ({"instruction": "a", "input": "", "output": "b"}, [Turn("### Instruction:\na", "b", "\n\n### Response:\n")]),
+    (
+        {"instruction": "a", "input": "", "output": "b"},
+        [turn(["### Instruction:\n", {"user": "a"}], "b", RESPONSE)],
+    ),
     (
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        [Turn("### User:\na\n\n", "b", "### Assistant:\n")],
+        [turn(["### User:\n", {"user": "a"}, "\n\n"], "b", "### Assistant:\n")],
     ),
     (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        [Turn("### User:\na\n\n", "b", "### Assistant:\n")],
+        [turn(["### User:\n", {"user": "a"}, "\n\n"], "b", "### Assistant:\n")],
     ),
     (
         {"question": "Where is Rome?", "context": "Rome is in Italy.", "answers": {"text": ["Italy"]}},
         QUESTION,
     ),
-    ({"source": "Rome is in Italy.", "title": "Italy", "target": "Where is Rome?"}, QUESTION),
+    ({"source": "a", "title": "t", "target": "b"}, [Turn("a", "b")]),
     (SQUAD, QUESTION),
 ]  # fmt: skip
 
@@ -69,24 +90,114 @@ def test_every_form_in_every_file(tmp_path, layout, record, turns):
         path = tmp_path / ("x.jsonl" if layout == "lines" else "x.json")
         text = "\n".join([json.dumps(record)] * 2) + "\n" if layout == "lines" else json.dumps([record, record])
         path.write_text(text, encoding="utf-8-sig")
-    found = read_examples(read_records(path), plain_conversation)
+    found = read_examples(read_records(path), PLAIN)
     assert found.examples == [turns, turns]
     assert found.left_out["without an answer"] == (2 if record is SQUAD else 0)
 
 
 def test_a_squad_file(tmp_path):
     (tmp_path / "dev.json").write_text(json.dumps(SQUAD, indent=1))
-    found = read_examples(read_records(tmp_path / "dev.json"), plain_conversation)
+    found = read_examples(read_records(tmp_path / "dev.json"), PLAIN)
     assert found.examples == [QUESTION] and found.left_out == {"without an answer": 1}
 
 
 def test_a_conversation_of_several_turns():
     words = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
-    turns = plain_conversation([{"role": role, "content": content} for role, content in words])
+    turns = PLAIN(conversation([{"role": role, "content": content} for role, content in words], "x"))
     assert turns == [
-        Turn("### System:\ns\n\n### User:\na\n\n", "b", "### Assistant:\n"),
-        Turn("### User:\nc\n\n", "d", "### Assistant:\n"),
+        turn(["### System:\n", {"system": "s"}, "\n\n### User:\n", {"user": "a"}, "\n\n"], "b", "### Assistant:\n"),
+        turn(["### User:\n", {"user": "c"}, "\n\n"], "d", "### Assistant:\n"),
     ]
+
+
+def test_system_and_history_of_alpaca_records_are_turns_before():
+    """As LLaMA-Factory defines them: the system prompt first, answers of the history are learnt, too."""
+    record = {"instruction": "c", "input": "i", "output": "d", "system": "s", "history": [["a", "b"], ["x", ""]]}
+    (example,) = read_examples([("f", record)], PLAIN).examples
+    assert example == [
+        turn([{"system": "s"}, "\n\n### Instruction:\n", {"user": "a"}], "b", RESPONSE),
+        turn(["### Instruction:\n", {"user": "x"}], "", RESPONSE, learnt=False),
+        turn(["### Instruction:\n", {"user": "c"}, "\n\n### Input:\n", {"user": "i"}], "d", RESPONSE),
+    ]
+
+
+def test_a_system_prompt_beside_a_conversation():
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    wanted = [
+        turn(["### System:\n", {"system": "s"}, "\n\n### User:\n", {"user": "a"}, "\n\n"], "b", "### Assistant:\n")
+    ]
+    own = [{"from": "system", "value": "s"}, *said]
+    for record in ({"conversations": said, "system": "s"}, {"messages": own}, {"messages": own, "system": "other"}):
+        found = read_examples([("f", record)], PLAIN)
+        assert found.examples == [wanted]
+        assert found.ignored == ({"system": 1} if record.get("system") == "other" else {})
+
+
+def test_keys_that_are_not_used_are_counted():
+    said = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
+    records = [{"src": "a", "tgt": "b", "id": 1, "lang": None}, {"src": "a", "tgt": "b", "id": 2, "title": "t"}]
+    found = read_examples([("f", record) for record in [*records, {"messages": said, "tools": [{"x": 1}]}]], PLAIN)
+    assert found.ignored == {"id": 2, "title": 1, "tools": 1, "messages.name": 1}
+    assert found.forms == {"src/tgt": 2, "messages": 1}
+
+
+@pytest.mark.parametrize("nothing", ["", None, "  "])
+def test_an_assistant_turn_without_text_takes_no_other_along(nothing):
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", nothing), ("user", "e"), ("assistant", "f")]
+    found = read_examples([("f", {"messages": [{"role": role, "content": text} for role, text in said]})], PLAIN)
+    (example,) = found.examples
+    assert [(one.answer, one.learnt) for one in example] == [("b", True), (nothing or "", False), ("f", True)]
+    assert found.left_out == {}
+    (example,) = read_examples([("f", {"src": ["a", "c", "e"], "tgt": ["b", "", "f"]})], PLAIN).examples
+    assert example == [Turn("a", "b"), Turn("c", "", learnt=False), Turn("e", "f")]
+
+
+def test_weight_0_is_context():
+    said = [("a", "b", 0), ("c", "d", 1), ("e", "f", None)]
+    pairs = [({"role": "user", "content": a}, {"role": "assistant", "content": b, "weight": w}) for a, b, w in said]
+    record = {"messages": [message for pair in pairs for message in pair]}
+    (example,) = read_examples([("f", record)], PLAIN).examples
+    assert [(one.answer, one.learnt) for one in example] == [("b", False), ("d", True), ("f", True)]
+
+
+def test_prompts_and_completions_of_messages():
+    """TRL's: the completion is learnt, answers in the prompt are context."""
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    found = read_examples([("f", {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})], PLAIN)
+    assert [[(one.answer, one.learnt) for one in example] for example in found.examples] == [
+        [("b", False), ("d", True)]
+    ]
+
+
+def test_question_generation_is_asked_for_or_has_the_original_s_form():
+    record = {"source": "Rome is in Italy.", "title": "Italy", "target": "Where is Rome?"}
+    found = read_examples([("f", record)], PLAIN)
+    assert found.examples == [[Turn("Rome is in Italy.", "Where is Rome?")]]
+    assert found.forms == {"source/target": 1} and found.ignored == {"title": 1}
+    found = read_examples([("f", record)], PLAIN, questions=True)
+    assert found.examples == [QUESTION] and found.forms == {"source/title/target, question generation": 1}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"src": ["a", "b", "c"], "tgt": ["x", "y", "z"]},
+        {"src": {"0": "a", "1": "b", "2": "c"}, "tgt": {"0": "x", "1": "y", "2": "z"}},  # pandas' to_json()
+    ],
+)
+def test_a_table_by_columns_is_examples(tmp_path, table, caplog):
+    (tmp_path / "x.json").write_text(json.dumps(table, indent=1))
+    with caplog.at_level("INFO"):
+        found = read_examples(read_records(tmp_path / "x.json"), PLAIN).examples
+    assert found == [[Turn("a", "x")], [Turn("b", "y")], [Turn("c", "z")]]
+    assert "is a table by columns (src, tgt): 3 examples" in caplog.text
+
+
+def test_one_line_of_lists_is_a_conversation(tmp_path):
+    """PaddleNLP's form of several turns."""
+    (tmp_path / "x.jsonl").write_text(json.dumps({"src": ["a", "b"], "tgt": ["x", "y"]}))
+    found = read_examples(read_records(tmp_path / "x.jsonl"), PLAIN)
+    assert found.examples == [[Turn("a", "x"), Turn("b", "y")]] and found.forms == {"src/tgt of several turns": 1}
 
 
 def test_datasets_on_disk(tmp_path):
@@ -94,7 +205,7 @@ def test_datasets_on_disk(tmp_path):
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "d")
     assert find_files(tmp_path / "d", "dev") == [tmp_path / "d" / "validation"]
     (train,) = find_files(tmp_path / "d", "train")
-    assert read_examples(read_records(train), plain_conversation).examples == [[Turn("a", "b")]]
+    assert read_examples(read_records(train), PLAIN).examples == [[Turn("a", "b")]]
 
 
 def test_the_files_of_a_folder(tmp_path):
@@ -112,15 +223,34 @@ def test_the_files_of_a_folder(tmp_path):
         ('[{"text": "a"}]', "record 1: the keys text are of no known form; expected src/tgt"),
         ('[{"src": "a", "tgt": 3}]', "record 1: expected a text, found int"),
         ('[{"src": ["a"], "tgt": ["b", "c"]}]', "lists of different lengths"),
-        ('[{"messages": [{"role": "tool", "content": "x"}]}]', "unknown roles {'tool'}"),
-        ('[{"messages": ["x"]}]', "a message is no object"),
+        (
+            '[{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}]',
+            "record 1: message 2 has the role tool, which only a chat template can render",
+        ),
+        (
+            '[{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": 1}]}]}]',
+            "record 1: message 1 has tool_calls, which only a chat template can render",
+        ),
+        ('[{"messages": [{"role": "judge", "content": "x"}]}]', "record 1, message 1: unknown role 'judge'"),
+        ('[{"messages": [{"role": ["user"], "content": "x"}]}]', "unknown role"),
+        ('[{"messages": [{"role": "user", "content": null}]}]', "message 1: expected a text, found NoneType"),
+        ('[{"messages": []}]', "record 1: the conversation is empty"),
+        ('[{"messages": ["x"]}]', "message 1: expected an object with role and content, found str"),
+        (
+            '[{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}]',
+            "message 1: weight 0.5: expected 0 (not a target of the loss) or 1",
+        ),
+        ('[{"messages": [{"role": "assistant", "content": "x", "weight": true}]}]', "weight True: expected 0"),
+        ('[{"messages": [{"role": "user", "content": "x", "weight": 1}]}]', "only assistant messages are targets"),
+        ('[{"instruction": "a", "output": "b", "history": [["x"]]}]', "record 1: history 1 is no pair"),
+        ('[{"question": ["q"], "context": "c", "answers": {"text": ["a"]}}]', "record 1: expected a text, found list"),
         ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "no SQuAD file: 'qas' is missing"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path, text, says):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(GptlmError, match=says.replace("{", r"\{").replace("}", r"\}")):
-        read_examples(read_records(tmp_path / "x.json"), plain_conversation)
+    with pytest.raises(GptlmError, match=re.escape(says)):
+        read_examples(read_records(tmp_path / "x.json"), PLAIN)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -137,7 +267,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_records_without_an_answer_are_counted():
     unanswered = {"messages": [{"role": "user", "content": "x"}]}
     records = [("1", {"src": "a", "tgt": " "}), ("2", {"src": "", "tgt": "b"}), ("3", unanswered)]
-    found = read_examples(records, plain_conversation)
+    found = read_examples(records, PLAIN)
     assert found.examples == [[Turn("", "b")]] and found.left_out == {"without an answer": 2}
 
 

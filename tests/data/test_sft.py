@@ -1,64 +1,16 @@
-"""Rows and batches of fine-tuning: which ids are targets, what is cut, what padding and packing do."""
+"""Batches of fine-tuning: what epochs, padding and packing do."""
 
-import pytest
 import torch
 
 from gptlm.data.epochs import Filled
-from gptlm.data.examples import Turn
-from gptlm.data.sft import NO_TARGETS, Encoder, Lengths, PackCollator, RowCollator, packed, with_targets
-
-END = 0
-
-
-def encode(texts):
-    """A letter is its code."""
-    return [[ord(letter) for letter in text] for text in texts]
+from gptlm.data.rows import with_targets
+from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
+from gptlm.data.turns import Turn
+from tests.data.test_rows import END, rows
 
 
 def codes(text):
     return [END if letter == "." else ord(letter) for letter in text]
-
-
-def rows(*examples, source=8, target=5, total=12, **more):
-    return Encoder(encode, END, Lengths(source, target, total), **more).rows(list(examples))
-
-
-def shown(row):
-    """Ids as letters, targets in capitals; a dot is the end."""
-    letters = ["." if i == END else chr(i) for i in row.ids]
-    return "".join(x.upper() if m and x != "." else "!" if m else x for x, m in zip(letters, row.learnt))
-
-
-@pytest.mark.parametrize(
-    ("turns", "wanted"),
-    [
-        ([Turn("abc", "xy")], "abcXY!"),  # the end is learnt
-        ([Turn("abcdefghijkl", "xy")], "abcdefghXY!"),  # a long prompt loses its end, not the answer
-        ([Turn("abcdefghijkl", "xy", "qr")], "abcdefqrXY!"),  # but never its cue
-        ([Turn("abcdefgh", "vwxyz")], "abcdefgVWXYZ"),  # an answer that is cut does not end; the prompt gives way
-        ([Turn("", "xy")], ".XY!"),  # something must foretell the first token
-        ([Turn("a", "x"), Turn("b", "y")], "aX!bY!"),
-        ([Turn("abc", "xy"), Turn("def", "uvwz")], "abcXY!"),  # what does not fit whole is left out
-    ],
-)
-def test_rows(turns, wanted):
-    (row,) = rows(turns)
-    assert shown(row) == wanted
-
-
-def test_prompts_can_be_targets_too():
-    (row,) = rows([Turn("abc", "xy")], learn_prompts=True)
-    assert shown(row) == "aBCXY!" and row.prompt == 3
-
-
-def test_paddlenlp_s_encoding_ends_with_text():
-    (row,) = rows([Turn("ab", "x")], end_text="</s>", target=9)
-    assert shown(row) == "ab</s>X</S>" and END not in row.ids
-
-
-def test_a_sample_without_targets_is_told():
-    found = rows([Turn("abc", "")], [Turn("abc", "x")])
-    assert [row.learnt.any() for row in found] == [True, True]  # an empty answer is its end
 
 
 def test_targets_come_from_lengths_not_from_ids():

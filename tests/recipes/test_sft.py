@@ -510,7 +510,7 @@ def test_turns_without_room_are_counted(tune, tmp_path, capfd):
 
 
 def test_a_loss_of_exactly_0_is_spoken_of(tune, model, tmp_path, capfd):
-    """A model that is certain of the end-of-text token, and answers that are nothing else."""
+    """A model that is certain of the end-of-text token, and answers that are nothing else where they may spell it."""
     shutil.copytree(model, tmp_path / "certain")
     network = GPT2LMHeadModel.from_pretrained(model)
     with torch.no_grad():
@@ -521,7 +521,7 @@ def test_a_loss_of_exactly_0_is_spoken_of(tune, model, tmp_path, capfd):
     network.save_pretrained(tmp_path / "certain")
     end = AutoTokenizer.from_pretrained(model).eos_token
     (tmp_path / "ends.json").write_text(json.dumps([{"src": "the cat", "tgt": end}] * 4))
-    _, history = tune(base=tmp_path / "certain", data=tmp_path / "ends.json")
+    _, history = tune("--allow_special_tokens", base=tmp_path / "certain", data=tmp_path / "ends.json")
     assert losses(history) == [0.0] * 6
     said = "".join(capfd.readouterr())
     assert said.count("the loss has been exactly 0 up to step 1") == said.count("exactly 0") == 1

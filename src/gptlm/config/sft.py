@@ -33,7 +33,7 @@ class SftArguments:
     )
     eval_dataset_name_or_path: str | None = arg(None, "examples for evaluation; unset: dev, else a share of train")
     task_name: str = arg("squad", "a dataset of the HuggingFace hub, when dataset_name_or_path is not given")
-    src_length: int = arg(1024, "most tokens of a prompt; its end is cut")
+    src_length: int = arg(1024, "most tokens of a prompt; headings and a chat template's own text are never cut")
     tgt_length: int = arg(142, "most tokens of an answer with its end-of-text token, in training and in evaluation")
     max_length: int | None = arg(
         None, "most tokens of a sample; unset: src_length + tgt_length or the position table; cuts the prompt first"
@@ -41,7 +41,13 @@ class SftArguments:
     zero_padding: bool = arg(False, "pack short examples into samples of max_length; none attends to another")
     train_on_prompt: bool = arg(False, "prompts are targets, too, not only answers")
     paddle_compat: bool = arg(False, "PaddleNLP's encoding: </s> is text, padding on the left is attended to")
-    additional_special_tokens: list[str] = arg([], "tokens to add to the vocabulary")
+    truncation_side: str = arg(
+        "left", "of a prompt that is too long: left cuts its beginning, right its end", choices=("left", "right")
+    )
+    allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
+    additional_special_tokens: list[str] = arg(
+        [], "tokens to add to the vocabulary; a text that spells one gets it, where no chat template writes it"
+    )
     lr_decay_ratio: float = arg(0.1, "last learning rate of the linear schedule as a share of the highest")
     eval_with_do_generation: bool = arg(True, "evaluations also continue prompts and compare the texts")
     generate_num: int = arg(100, "evaluation prompts that are continued; 0: none, -1: all")
@@ -309,6 +315,14 @@ def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
             f"{named('paddle_compat')} pads every example on the left, {named('zero_padding')} packs without padding; "
             "use one"
         )
+    cuts_left = parsed.sources["truncation_side"] != "default" and values["truncation_side"] == "left"
+    if values["paddle_compat"] and cuts_left:
+        yield (
+            f"{named('truncation_side')} left: {named('paddle_compat')} cuts the end of prompts, as the original does; "
+            "leave it out"
+        )
+    if values["paddle_compat"] and values["allow_special_tokens"]:
+        parsed.note("--allow_special_tokens has no effect: --paddle_compat always does, as the original")
     yield from _metric_problems(parsed)
 
 

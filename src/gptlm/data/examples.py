@@ -1,46 +1,49 @@
 """Prompts and answers from files in the formats people have them."""
 
 import json
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from gptlm.data.messages import ROLES, Conversation, PlainHeadings, conversation
+from gptlm.data.turns import Chat, Content, Example, Turn
 from gptlm.data.unicode import ESCAPED, check_record
 from gptlm.errors import GptlmError, reason_of
+
+logger = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "eval", "test")}
 SUFFIXES = (".json", ".jsonl", ".parquet")
 KNOWN = "src/tgt, source/target, instruction/output, prompt/response, messages, conversations, question/context/answers"
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+PAIRS = (("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion"))
+ASSISTANTS = tuple(name for name, role in ROLES.items() if role == "assistant")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What is given and what is to be learnt.
+class Renderer(Protocol):
+    """Makes an example of a conversation."""
 
-    Attributes:
-        prompt: its end is cut where it is too long.
-        cue: the end of the prompt that is never cut, such as "### Response:".
-        answer: the text to learn.
-    """
+    uses_tools: bool
 
-    prompt: str
-    answer: str
-    cue: str = ""
-
-
-Example = list[Turn]
-Render = Callable[[list[dict[str, str]]], Example]
+    def __call__(self, talk: Conversation) -> Example: ...
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What a file holds: its examples, and why records were left out (reason -> how many)."""
+    """What a file holds.
+
+    Attributes:
+        left_out: why records are no examples -> how many.
+        forms: how records were read -> how many.
+        ignored: keys that are not used -> in how many records.
+    """
 
     examples: list[Example]
-    left_out: Counter
+    left_out: Counter[str] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
 
 
 def find_files(path: Path, split: str) -> list[Path]:
@@ -55,60 +58,135 @@ def is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file()
 
 
-def read_examples(records: Iterable[tuple[str, Any]], render: Render) -> Examples:
+def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, questions: bool = False) -> Examples:
     """Examples from records of any known form.
 
     Args:
         records: (place, record), the place for messages.
-        render: makes the turns of a conversation.
+        render: makes examples of conversations.
+        questions: records with source, target and title ask for the question (PaddleNLP's question generation).
 
     Raises:
         GptlmError: naming the place of a record of no known form.
     """
-    examples: list[Example] = []
-    left_out: Counter = Counter()
+    found = Examples([])
     for place, record in records:
-        for turns in _turns(record, place, render):
-            kept = [turn for turn in turns if turn.answer.strip()]
-            if kept:
-                examples.append(kept)
+        if not isinstance(record, dict):
+            raise GptlmError(f"{place}: expected an object, found {type(record).__name__}")
+        form = _form(record, place, render, questions)
+        found.forms[form.name] += 1
+        found.ignored.update(key for key, value in record.items() if key not in form.used and value is not None)
+        found.ignored.update(f"messages.{key}" for key in form.ignored)
+        for example in form.examples:
+            if isinstance(example, Chat):
+                learnt = any(answer.learnt for answer in example.answers)
             else:
-                left_out["without an answer"] += 1
-    return Examples(examples, left_out)
+                learnt = any(turn.learnt for turn in example)
+            if learnt:
+                found.examples.append(example)
+            else:
+                found.left_out["without an answer"] += 1
+    return found
 
 
-def _turns(record: Any, place: str, render: Render) -> Iterator[Example]:
-    if not isinstance(record, dict):
-        raise GptlmError(f"{place}: expected an object, found {type(record).__name__}")
-    if isinstance(record.get("data"), list):  # a SQuAD file
-        yield from _squad(record["data"], place)
-    elif "messages" in record or "conversations" in record:
-        yield render(_messages(record, place))
-    elif {"question", "context", "answers"} <= record.keys():
-        yield _question(record["question"], record["context"], record["answers"])
-    elif {"source", "target", "title"} <= record.keys():  # PaddleNLP's question generation: the title is the answer
-        yield _question(record["target"], record["source"], {"text": [record["title"]]})
-    else:
-        yield _pairs(record, place)
+@dataclass(frozen=True)
+class _Form:
+    """How a record is read.
+
+    Attributes:
+        used: its keys that are.
+        ignored: keys of its messages that are not.
+    """
+
+    name: str
+    used: tuple[str, ...]
+    examples: Iterable[Example]
+    ignored: frozenset[str] = frozenset()
 
 
-def _pairs(record: dict[str, Any], place: str) -> Example:
-    """Forms with one key for prompts and one for answers."""
-    if "instruction" in record and "output" in record:
-        more = _text(record.get("input") or "", place)
-        prompt = f"### Instruction:\n{_text(record['instruction'], place)}"
-        prompt += f"\n\n### Input:\n{more}" if more.strip() else ""
-        return [Turn(prompt, _text(record["output"], place), "\n\n### Response:\n")]
-    for given, wanted in (("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion")):
-        if given in record and wanted in record:
-            prompts, answers = record[given], record[wanted]
-            if isinstance(prompts, str) or isinstance(answers, str):
-                prompts, answers = [prompts], [answers]
-            if not isinstance(prompts, list) or not isinstance(answers, list) or len(prompts) != len(answers):
-                raise GptlmError(f"{place}: {given} and {wanted} are lists of different lengths, or no texts")
-            pairs = zip(prompts, answers, strict=True)
-            return [Turn(_text(prompt, place), _text(answer, place)) for prompt, answer in pairs]
+def _form(record: dict[str, Any], place: str, render: Renderer, questions: bool) -> _Form:
+    keys = record.keys()
+    if isinstance(record.get("data"), list):
+        return _Form("SQuAD articles, question generation", ("data", "version"), _squad(record["data"], place))
+    if "messages" in keys or "conversations" in keys:
+        return _conversation(record, place, render)
+    if {"question", "context", "answers"} <= keys:
+        example = _question(record["question"], record["context"], record["answers"], place)
+        name = "question/context/answers, question generation"
+        return _Form(name, ("question", "context", "answers"), [example])
+    if questions and {"source", "target", "title"} <= keys:
+        example = _question(record["target"], record["source"], {"text": [record["title"]]}, place)
+        return _Form("source/title/target, question generation", ("source", "target", "title"), [example])
+    if "instruction" in keys and "output" in keys:
+        used = ("instruction", "input", "output", "system", "history")
+        return _Form("instruction/input/output", used, [_alpaca(record, place)])
+    for given, wanted in PAIRS:
+        if given in keys and wanted in keys:
+            return _pairs(record, given, wanted, place, render)
     raise GptlmError(f"{place}: the keys {', '.join(map(str, record))} are of no known form; expected {KNOWN}")
+
+
+def _conversation(record: dict[str, Any], place: str, render: Renderer) -> _Form:
+    name = "messages" if record.get("messages") or "conversations" not in record else "conversations"
+    talk = conversation(record[name], place, system=record.get("system"), tools=record.get("tools"))
+    first = record[name][0]
+    own_system = first.get("role", first.get("from")) == "system"
+    used = (name, *(() if own_system else ("system",)), *(("tools",) if render.uses_tools else ()))
+    more = {key for message in talk.messages for key in message} - {"role", "content"}
+    ignored = frozenset(more) if isinstance(render, PlainHeadings) else frozenset()
+    return _Form(name, used, [render(talk)], ignored)
+
+
+def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
+    """One turn, after those of `history`, as LLaMA-Factory reads it: answers in it are targets, too."""
+    turns = []
+    history = record.get("history")
+    for number, pair in enumerate([] if history is None else history, start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise GptlmError(f"{place}: history {number} is no pair of a prompt and an answer")
+        turns.append((_text(pair[0], place), "", _text(pair[1], place)))
+    turns.append((_text(record["instruction"], place), _text(record.get("input") or "", place), ""))
+    turns[-1] = (*turns[-1][:2], _text(record["output"], place))
+    system = _text(record.get("system") or "", place)
+    found = []
+    for number, (instruction, more, output) in enumerate(turns):
+        prompt, texts = "", list[Content]()
+        pieces = [("", system, "system")] if system and number == 0 else []
+        pieces.append(("### Instruction:\n", instruction, "user"))
+        pieces += [("### Input:\n", more, "user")] if more.strip() else []
+        for heading, text, role in pieces:
+            prompt += ("\n\n" if prompt else "") + heading
+            texts.append(Content(len(prompt), len(prompt) + len(text), role))
+            prompt += text
+        found.append(Turn(prompt, output, "\n\n### Response:\n", tuple(texts), bool(output.strip())))
+    return found
+
+
+def _pairs(record: dict[str, Any], given: str, wanted: str, place: str, render: Renderer) -> _Form:
+    """A prompt and an answer; lists of them are the turns of one conversation (PaddleNLP), or messages (TRL)."""
+    prompts, answers, name = record[given], record[wanted], f"{given}/{wanted}"
+    if _messages(prompts) and _messages(answers):
+        context = [message | {"weight": 0} if _speaks(message) else message for message in prompts]
+        talk = conversation(context + answers, place, tools=record.get("tools"))
+        used = (given, wanted, *(("tools",) if render.uses_tools else ()))
+        return _Form(f"{name} of messages", used, [render(talk)])
+    if isinstance(prompts, str) or isinstance(answers, str):
+        prompts, answers = [prompts], [answers]
+    elif isinstance(prompts, list):
+        name += " of several turns"
+    if not isinstance(prompts, list) or not isinstance(answers, list) or len(prompts) != len(answers):
+        raise GptlmError(f"{place}: {given} and {wanted} are lists of different lengths, or no texts")
+    pairs = [(_text(prompt, place), _text(answer, place)) for prompt, answer in zip(prompts, answers, strict=True)]
+    turns = [Turn(prompt, answer, learnt=bool(answer.strip())) for prompt, answer in pairs]
+    return _Form(name, (given, wanted), [turns])
+
+
+def _messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _speaks(message: dict[str, Any]) -> bool:
+    return message.get("role", message.get("from")) in ("assistant", *ASSISTANTS)
 
 
 def _text(value: Any, place: str) -> str:
@@ -123,44 +201,23 @@ def _squad(articles: list[Any], place: str) -> Iterator[Example]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     answers = {"text": [answer["text"] for answer in question.get("answers", [])]}
-                    yield _question(question["question"], paragraph["context"], answers)
+                    yield _question(question["question"], paragraph["context"], answers, place)
     except (TypeError, KeyError) as error:
         raise GptlmError(f"{place}: no SQuAD file: {error} is missing or of another form") from error
 
 
-def _question(question: str, context: str, answers: Any) -> Example:
+def _question(question: Any, context: Any, answers: Any, place: str) -> Example:
     """Question generation, as in PaddleNLP's finetune_generation.py; empty where there is no answer to ask for."""
-    texts = answers.get("text", []) if isinstance(answers, dict) else [answer["text"] for answer in answers]
+    try:
+        texts = answers.get("text", []) if isinstance(answers, dict) else [answer["text"] for answer in answers]
+    except (TypeError, KeyError) as error:
+        raise GptlmError(f"{place}: answers have no text; expected {{'text': [...]}}") from error
     if not len(texts):
         return []
-    return [Turn(f"answer: {texts[0]} context: {context}", f"question: {question}", "\n")]
-
-
-def _messages(record: dict[str, Any], place: str) -> list[dict[str, str]]:
-    """`{"role", "content"}` each; also from `{"from", "value"}`."""
-    messages = []
-    for message in record.get("messages") or record.get("conversations") or ():
-        try:
-            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        except AttributeError as error:
-            raise GptlmError(f"{place}: a message is no object") from error
-        messages.append({"role": ROLES.get(role, role), "content": _text(content, place)})
-    unknown = {message["role"] for message in messages} - {"system", "user", "assistant"}
-    if unknown or not messages:
-        raise GptlmError(f"{place}: unknown roles {unknown or 'in an empty conversation'}; expected user and assistant")
-    return messages
-
-
-def plain_conversation(messages: list[dict[str, str]]) -> Example:
-    """Turns of a conversation, for tokenizers without a chat template."""
-    turns, before = [], ""
-    for message in messages:
-        if message["role"] == "assistant":
-            turns.append(Turn(before, message["content"], "### Assistant:\n"))
-            before = ""
-        else:
-            before += f"### {message['role'].capitalize()}:\n{message['content']}\n\n"
-    return turns
+    before = f"answer: {_text(texts[0], place)} context: "
+    prompt = before + _text(context, place)
+    wanted = f"question: {_text(question, place)}"
+    return [Turn(prompt, wanted, "\n", (Content(len(before), len(prompt)),))]
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -185,8 +242,13 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     records: Iterator[tuple[str, Any]]
     if isinstance(whole, list):
         records = ((f"{path}, record {number}", record) for number, record in enumerate(whole, start=1))
+    elif isinstance(whole, dict) and path.suffix != ".jsonl" and (rows := _table(whole)):
+        logger.info("%s is a table by columns (%s): %d examples", path, ", ".join(whole), len(rows))
+        records = ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+    elif whole is not None:
+        records = iter([(f"{path}, line 1" if path.suffix == ".jsonl" else str(path), whole)])
     else:
-        records = iter([(str(path), whole)]) if whole is not None else _lines(text, path)
+        records = _lines(text, path)
     if ESCAPED.search(text):
         records = ((place, check_record(record, place)) for place, record in records)
     yield from records
@@ -198,6 +260,26 @@ def _whole(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
+
+
+def _table(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an object that has a list of values (or an object of them by row, pandas' form) for each column.
+
+    Empty for a single record: lists of messages and SQuAD's articles are none.
+    """
+    if any(_messages(whole.get(key)) for key in ("messages", "conversations", "data", "prompt")):
+        return []
+    columns: dict[str, list[Any]] = {}
+    index = next((values.keys() for values in whole.values() if isinstance(values, dict)), None)
+    for key, values in whole.items():
+        if isinstance(values, dict) and values.keys() == index:
+            values = list(values.values())
+        if not isinstance(values, list):
+            return []
+        columns[key] = values
+    if len({len(values) for values in columns.values()}) != 1:
+        return []
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:

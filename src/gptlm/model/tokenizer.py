@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing, reason_of
+
+logger = logging.getLogger(__name__)
 
 EOS = "<|endoftext|>"
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
@@ -195,6 +198,30 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
     tokenizer.model_max_length = positions
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Add `tokens` to the vocabulary, in order.
+
+    Those that the chat template writes become special tokens: a message that spells one keeps it as text. The others
+    are plain added tokens: every text that spells one gets it, here and with the saved tokenizer.
+    """
+    before, known = len(tokenizer), tokenizer.get_vocab()
+    template = str(tokenizer.chat_template or "")
+    control = [token for token in tokens if token in template]
+    for token in tokens:
+        tokenizer.add_tokens([AddedToken(token, special=token in control, normalized=False)], token in control)
+    if control:
+        tokenizer.add_special_tokens({"additional_special_tokens": control}, replace_extra_special_tokens=False)
+    logger.info("%d tokens are new in the vocabulary", len(tokenizer) - before)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    stay = [token for token in tokens if token in special]
+    if stay:
+        why = "the chat template writes them, or the tokenizer has them as special tokens"
+        logger.info("%s stay text where a text spells them (%s); --allow_special_tokens", " ".join(stay), why)
+    old = [token for token in tokens if token in known]
+    if old:
+        logger.info("the vocabulary already has %s", " ".join(old))
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -18,7 +18,7 @@ from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.base_weights import fingerprint_of, warn_of_other_base
 from gptlm.model.lora import add_adapters, load_adapters
-from gptlm.model.tokenizer import fit_to_model, has_tokenizer, load_tokenizer
+from gptlm.model.tokenizer import add_tokens, fit_to_model, has_tokenizer, load_tokenizer
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
@@ -88,7 +88,7 @@ def _run(
     say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
     set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = data.ends or tokenizer.eos_token_id
     uneven = "examples differ in length"
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
@@ -168,8 +168,7 @@ def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
             "is it the model's own tokenizer?", name, before, rows, before - rows,
         )  # fmt: skip
     if run.data.additional_special_tokens:
-        tokenizer.add_special_tokens({"additional_special_tokens": run.data.additional_special_tokens})
-        logger.info("%d tokens are new in the vocabulary", len(tokenizer) - before)
+        add_tokens(tokenizer, run.data.additional_special_tokens)
     return tokenizer, list(range(min(before, rows), len(tokenizer)))
 
 

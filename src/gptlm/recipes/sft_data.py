@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.sft import SftRun
 from gptlm.data.epochs import Filled
-from gptlm.data.examples import Example
-from gptlm.data.sft import NO_TARGETS, Encoder, Lengths, PackCollator, Row, RowCollator, packed, with_targets
+from gptlm.data.paddle_rows import PaddleEncoder
+from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targets
+from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
+from gptlm.data.turns import Example, beginning
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, continue_rows, text_of
 from gptlm.recipes.sft_sources import Sources, read
@@ -23,16 +25,30 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT = 20  # one in so many examples, where there are none for evaluation
 MOST_HELD_OUT = 1000
-PADDLE_END = " </s>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What generation continues: ids before an answer, with earlier answers; the answer's text; the row's other ids."""
+
+    ids: list[int]
+    answer: str
+    rest: list[int]
 
 
 @dataclass(frozen=True)
 class SftData:
-    """Samples for training and evaluation (one or more rows each), and the rows that evaluations continue."""
+    """Samples for training and evaluation (one or more rows each), and what evaluations continue."""
 
     train: list[list[Row]]
     dev: list[list[Row]]
-    prompts: list[Row]
+    prompts: list[Prompt]
+
+    @property
+    def ends(self) -> int | list[int] | None:
+        """The id that ends answers, as `generation_config.eos_token_id` has it: a list where there are several."""
+        ends = sorted({row.end for sample in self.train + self.dev for row in sample if row.end is not None})
+        return ends[0] if len(ends) == 1 else ends or None
 
     @property
     def tokens_per_sample(self) -> int:
@@ -63,8 +79,16 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
         logger.info(
             "%d examples are packed into %d samples of %d tokens", len(rows["train"]), len(samples["train"]), length
         )
-    limit = run.data.generate_num if run.data.generate_num >= 0 else len(rows["dev"])
-    return SftData(samples["train"], samples["dev"], rows["dev"][:limit])
+    prompts = [prompt for row in rows["dev"] for prompt in _prompts(row)]
+    limit = run.data.generate_num if run.data.generate_num >= 0 else len(prompts)
+    return SftData(samples["train"], samples["dev"], prompts[:limit])
+
+
+def _prompts(row: Row) -> list[Prompt]:
+    """One for each answer of a conversation, in order; none for an answer without anything before it."""
+    ids = row.ids.tolist()
+    places = [*row.earlier, (row.prompt, row.answer)]
+    return [Prompt(ids[:place], text, ids[place:]) for place, text in places if place]
 
 
 def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowCollator | PackCollator:
@@ -88,7 +112,7 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     """What evaluations generate; None where they do not."""
     if not run.data.eval_with_do_generation or not data.prompts:
         return None
-    prompts = [row.ids[: row.prompt].tolist() for row in data.prompts]
+    prompts = [prompt.ids for prompt in data.prompts]
 
     def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
         new = continue_rows(
@@ -116,9 +140,10 @@ def _references(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) 
     An answer that was cut for training counts whole.
     """
     if run.data.paddle_compat:
-        return [text_of(tokenizer, row.ids[row.prompt :].tolist()) for row in data.prompts]
-    answers = _encoder(run, tokenizer).encode([row.answer for row in data.prompts])
-    return [text_of(tokenizer, before(ids, [tokenizer.eos_token_id])) for ids in answers]
+        return [text_of(tokenizer, prompt.rest) for prompt in data.prompts]
+    encode = text_encoder(tokenizer, run.data.allow_special_tokens)
+    answers = encode([Text(prompt.answer) for prompt in data.prompts])
+    return [text_of(tokenizer, before(answer.ids, [tokenizer.eos_token_id])) for answer in answers]
 
 
 def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
@@ -159,7 +184,7 @@ def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
     if not training.do_train and (dev.examples or not training.do_eval):
         return Part("train", []), dev
     source = sources["train"]
-    train = read(source, tokenizer)
+    train = read(source, tokenizer, questions=_asks_questions(run))
     if not train:
         use = "train" if training.do_train else "evaluate"
         raise GptlmError(f"there are no examples to {use} on in {source}")
@@ -187,7 +212,7 @@ def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenize
     if "dev" not in sources:
         return Part("dev", [])
     source = sources["dev"]
-    part = Part("dev", read(source, tokenizer), source)
+    part = Part("dev", read(source, tokenizer, questions=_asks_questions(run)), source)
     named = run.data.eval_dataset_name_or_path
     if not part.examples and (named or not run.training.do_train):
         more = "; give another file, or leave --eval_dataset_name_or_path out" if named else ""
@@ -197,22 +222,25 @@ def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenize
     return part
 
 
-def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    data = run.data
+def _asks_questions(run: SftRun) -> bool:
+    """Whether the command names a task, so that records with source, target and title are its own form."""
+    return run.sources["task_name"] != "default"
 
-    def encode(texts: list[str]) -> list[list[int]]:
+
+def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder | PaddleEncoder:
+    data = run.data
+    end, lengths = int(tokenizer.eos_token_id), Lengths(data.src_length, data.tgt_length, data.max_length or 0)
+    if not data.paddle_compat:
+        encode = text_encoder(tokenizer, data.allow_special_tokens)
+        return Encoder(encode, end, lengths, data.train_on_prompt, data.truncation_side)
+
+    def plain(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []  # type: ignore[return-value]
 
-    return Encoder(
-        encode=encode,
-        end=tokenizer.eos_token_id,
-        lengths=Lengths(data.src_length, data.tgt_length, data.max_length or 0),
-        learn_prompts=data.train_on_prompt,
-        end_text=PADDLE_END if data.paddle_compat else None,
-    )
+    return PaddleEncoder(plain, end, lengths, data.train_on_prompt, str(tokenizer.eos_token))
 
 
-def _rows(encoder: Encoder, part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def _rows(encoder: Encoder | PaddleEncoder, part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Rows with targets; `entries` is the size of the model's vocabulary."""
     rows, name = encoder.rows(part.examples), part.name
     kept = with_targets(rows)
@@ -247,7 +275,7 @@ def _check_ids(rows: list[Row], part: Part, entries: int, tokenizer: PreTrainedT
     for number, row in enumerate(rows, start=part.first):
         highest = int(row.ids.max(initial=0))
         if highest >= entries:
-            text = part.examples[number - part.first][0].prompt[:40]
+            text = beginning(part.examples[number - part.first])[:40]
             raise GptlmError(
                 f"{part.source}, example {number} (prompt {text!r}): the tokenizer gives id {highest} "
                 f"({tokenizer.convert_ids_to_tokens(highest)!r}), the model's vocabulary has {entries} entries; give "

@@ -2,23 +2,16 @@
 
 import logging
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.sft import SftRun
-from gptlm.data.examples import (
-    Example,
-    Turn,
-    find_files,
-    is_saved_dataset,
-    plain_conversation,
-    read_examples,
-    read_records,
-)
+from gptlm.data.chat import ChatTemplate
+from gptlm.data.examples import find_files, is_saved_dataset, read_examples, read_records
+from gptlm.data.messages import PlainHeadings
+from gptlm.data.turns import Example
 from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
@@ -84,9 +77,28 @@ def _in_folder(path: Path, split: str) -> list[Path]:
     return files[:1]
 
 
-def read(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def read(source: Path | str, tokenizer: PreTrainedTokenizerBase, *, questions: bool = False) -> list[Example]:
+    """Examples of a file or dataset; conversations in the tokenizer's chat template where it has one.
+
+    The log says how records were read and which of their keys are not used.
+
+    Args:
+        questions: records with source, target and title ask for the question.
+
+    Raises:
+        GptlmError: naming file and record.
+    """
     records = read_records(source) if isinstance(source, Path) else _hub_records(source)
-    found = read_examples(records, partial(_conversation, tokenizer))
+    render = ChatTemplate(tokenizer) if tokenizer.chat_template else PlainHeadings()
+    found = read_examples(records, render, questions=questions)
+    for form, count in found.forms.items():
+        chat = " in the tokenizer's chat template" if "messages" in form or form == "conversations" else ""
+        logger.info("%s: %d records read as %s%s", source, count, form, chat if tokenizer.chat_template else "")
+    if found.ignored:
+        keys = ", ".join(f"{key} ({count})" for key, count in sorted(found.ignored.items()))
+        logger.warning("%s: ignored keys: %s", source, keys)
+    if found.forms["source/target"] and found.ignored["title"]:
+        logger.warning("%s: for question generation from source and title give --task_name squad", source)
     for reason, count in found.left_out.items():
         logger.warning("%d records of %s are left out: %s", count, source, reason)
     return found.examples
@@ -105,38 +117,3 @@ def _hub_records(source: str) -> Iterable[tuple[str, Any]]:
             "give --dataset_name_or_path a local file or folder"
         ) from error
     return ((f"{name} {split}, row {number}", row) for number, row in enumerate(rows))
-
-
-def _conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Example:
-    """Turns in the tokenizer's chat template, or in plain headings where it has none."""
-    if not tokenizer.chat_template:
-        return plain_conversation(messages)
-    turns, before, end = [], "", str(tokenizer.eos_token)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _rendered(tokenizer, messages[:number], True)
-        whole = _rendered(tokenizer, messages[: number + 1], False)
-        if not prompt.startswith(before) or not whole.startswith(prompt):
-            raise GptlmError(
-                f"the tokenizer's chat template changes earlier turns when turn {number + 1} is added, so that no "
-                "conversation can be learnt as one row; split conversations into prompt and response"
-            )
-        answer, found, rest = whole.removeprefix(prompt).rpartition(end)
-        if not found or rest.strip():  # the template puts no end-of-text token behind answers: the row gets one
-            answer, rest = answer + found + rest, ""
-        turns.append(Turn(prompt.removeprefix(before), answer))
-        before = whole.removesuffix(rest) if rest else whole
-    return turns
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], prompt: bool) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-    except TemplateSyntaxError as error:
-        raise GptlmError(
-            f"the tokenizer's chat template is no valid Jinja, line {error.lineno}: {error}; mend chat_template in "
-            f"the folder {tokenizer.name_or_path}"
-        ) from error
-    except TemplateError as error:
-        raise GptlmError(f"the tokenizer's chat template refuses a conversation: {error}") from error
