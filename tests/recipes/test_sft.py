@@ -481,18 +481,18 @@ def test_a_chat_template_gives_the_row_it_renders(chat):
     run, tokenizer = chat(CHATML)
     (row,) = load_data(run, find_sources(run), tokenizer).train[0]
     end = tokenizer.eos_token
-    rendered = f"<user>the cat\n<assistant>sat on{end}\n<user>the cat\n<assistant>sat on{end}"
+    rendered = f"<user>the cat\n<assistant>sat on{end}\n<user>the cat\n<assistant>sat on{end}\n"
     assert tokenizer.decode(row.ids.tolist()) == rendered
     learnt = [tokenizer.decode(row.ids[row.learnt].tolist())]
     assert learnt == [f"sat on{end}" * 2]
-    assert tokenizer.decode(row.ids[: row.prompt].tolist()) == rendered.removesuffix(f"sat on{end}")
+    assert tokenizer.decode(row.ids[: row.prompt].tolist()) == rendered.removesuffix(f"sat on{end}\n")
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{{ raise_exception('no system turn') }}", "chat template refuses a conversation: no system turn"),
-        ("{{ messages | length }}{{ messages[-1]['content'] }}", "chat template changes earlier turns"),
+        ("{{ raise_exception('no system turn') }}", "chat.jsonl, line 1: .* template refuses the conversation: no system turn"),
+        ("{{ messages | length }}{{ messages[-1]['content'] }}", "chat.jsonl, line 1: .* template changes earlier turns"),
     ],
 )
 def test_chat_templates_that_do_not_serve(chat, template, says):
