@@ -92,8 +92,9 @@ def test_a_perfect_answer_scores_one(model, tmp_path):
         optimizer.zero_grad()
     network.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
-    metrics, found = evaluate(tmp_path / "m", tmp_path, [row], "--tgt_length", len(target) + 1)
+    words = ("--allow_special_tokens", "--tgt_length")
+    metrics, found = evaluate(tmp_path / "m", tmp_path, [row], *words, len(target) + 1)
     assert found[0]["prediction"] == found[0]["reference"] != ""
     assert [metrics[f"eval_{name}"] for name in ("bleu4", "rouge1", "rouge2", "rougel")] == [1.0] * 4
-    short, cut = evaluate(tmp_path / "m", tmp_path, [row], "--tgt_length", 4, "--overwrite_output_dir")
+    short, cut = evaluate(tmp_path / "m", tmp_path, [row], *words, 4, "--overwrite_output_dir")
     assert cut[0]["reference"] == found[0]["reference"] and short["eval_rouge1"] < 1  # the whole answer counts
