@@ -68,9 +68,9 @@ def test_a_long_text_keeps_its_end_and_a_long_word_is_refused(tokenizer):
     text = "the cat sat on the mat and the dog sat on the log"
     task = Cloze([text], tokenizer, 4)
     (row,) = task.rows
-    assert task.cut == 1 and row.ids == ids(tokenizer, text)[-5:]
-    with pytest.raises(GptlmError, match="a last word has 7 tokens, --max_seq_length 4"):
-        Cloze(["the qwzxyv"], train_tokenizer(["ab" * 9], 257), 4)
+    assert task.cut == ["text 1"] and row.ids == ids(tokenizer, text)[-5:]
+    with pytest.raises(GptlmError, match="^l, line 2: the last word has 7 tokens, --max_seq_length 4"):
+        Cloze(["a b", "the qwzxyv"], train_tokenizer(["ab" * 9], 257), 4, ["l, line 1", "l, line 2"])
 
 
 def test_perplexities_are_megatron_s(shared):
@@ -152,4 +152,7 @@ def test_files_are_read_as_they_are(tmp_path):
     (tmp_path / "f").write_bytes(b"\xef\xbb\xbfa\r\n b")
     assert read_text(str(tmp_path / "f")) == "a\r\n b"
     (tmp_path / "f").write_text('{"text": "a b"}\n\n{"text": "c d"}\nnot read')
-    assert read_cloze(str(tmp_path / "f"), 2, "none") == ["a b", "c d"]
+    assert read_cloze(str(tmp_path / "f"), 2, "none") == [
+        (f"{tmp_path}/f, line 1", "a b"),
+        (f"{tmp_path}/f, line 3", "c d"),
+    ]

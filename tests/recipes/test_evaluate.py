@@ -1,10 +1,14 @@
 """Evaluation from files to numbers: equal to brute force with stock code, whatever the batch and the processes."""
 
+import gzip
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,7 +17,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptlm.cli import main
 from gptlm.config.evaluation import parse_evaluate
 from gptlm.data.writer import IndexedTokensWriter
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.evaluate import evaluate
 from tests.conftest import run_script
@@ -149,6 +153,79 @@ def test_a_split_of_token_files(work, stock):
         assert [report[key] for key in nothing] == [None] * 4
 
 
+def test_records_are_scored_as_preprocessing_lays_them(work, tmp_path, capsys):
+    """.jsonl, .json, .gz and .parquet give the numbers of the token files `preprocess --append_eos` makes of them."""
+    texts = [*KNOWN[:5], "a <|endoftext|> b", " "]  # a special token spelled out stays text; blank texts have no tokens
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts))
+    (tmp_path / "d.jsonl").write_text(lines)
+    (tmp_path / "d.json").write_text(json.dumps([{"body": text} for text in texts]))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "d.parquet")
+    words = ["preprocess", "--input_path", str(tmp_path / "d.jsonl"), "--json_keys", "body", "--append_eos"]
+    words += ["--model_name_or_path", str(work / "model"), "--output_prefix", str(tmp_path / "t"), "--workers", "1"]
+    assert main(words) == 0
+    size = ("--max_seq_length", 16, "--overlapping_eval", 4)
+    tokens = run(work, "--task", "DATA", "--input_dir", tmp_path / "t", "--split", "0,1,0", *size)
+    assert tokens["num_tokens"] > 60
+    for name in ("d.jsonl", "d.json", "d.jsonl.gz", "d.parquet"):
+        report = run(work, "--task", "TEXT", "--eval_path", tmp_path / name, "--json_keys", "body", *size)
+        assert (report["loss"], report["num_tokens"]) == (tokens["loss"], tokens["num_tokens"]), name
+        assert report["num_original_tokens"] == sum(len(text.split(" ")) for text in texts[:6])
+    assert (
+        "the texts under 'body' of 6 documents, end to end, each followed by <|endoftext|>" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task TEXT --eval_path d.jsonl", "d.jsonl, line 1: .*'text'"),
+        ("--task WIKITEXT2 --eval_path d.jsonl", "give --task TEXT, which reads the texts"),
+        ("--task TEXT --eval_path d.tokens.gz", "not UTF-8 .byte 1.; unpack it"),
+        ("--task TEXT --eval_path blank.jsonl", "holds no text under 'text'"),
+        ("--task LAMBADA --eval_path l.jsonl --max_seq_length 1", "l.jsonl, line 2: the last word has"),
+    ],
+)
+def test_files_that_the_task_does_not_read_are_named(work, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text('{"body": "a b"}')
+    Path("blank.jsonl").write_text('{"text": " "}')
+    Path("l.jsonl").write_text('{"text": "the cat"}\n{"text": "the zzzzzzz"}')
+    Path("d.tokens.gz").write_bytes(gzip.compress(b"a b"))
+    with pytest.raises((GptlmError, UsageError), match=message):
+        run(work, *words.split())
+
+
+def test_a_lambada_text_that_is_cut_is_named(work, tmp_path, capsys):
+    (tmp_path / "l.jsonl").write_text(json.dumps({"text": "a a"}) + "\n" + json.dumps({"text": KNOWN[0] * 3}))
+    run(work, "--task", "LAMBADA", "--eval_path", tmp_path / "l.jsonl", "--max_seq_length", 20)
+    assert f"1 texts are longer than --max_seq_length 20 and keep their end: {tmp_path}/l.jsonl, line 2" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("task", ["TEXT", "LAMBADA", "DATA"])
+def test_a_tokenizer_that_yields_nothing_is_refused(work, tmp_path, task):
+    """An empty vocabulary; ids beyond the model in a vocabulary with gaps."""
+    shutil.copytree(work / "model", tmp_path / "m")
+    content = json.loads((tmp_path / "m/tokenizer.json").read_text())
+    whole = json.dumps(content)
+    content["model"] |= {"vocab": {}, "merges": []}
+    content["added_tokens"] = []
+    source = ["--input_dir", work / "c"] if task == "DATA" else ["--eval_path", work / "lambada.jsonl"]
+    words = [str(word) for word in ("--task", task, *source, "--load", tmp_path / "m", "--device", "cpu")]
+    words += ["--json"] if task == "DATA" else []
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(GptlmError, match="the tokenizer in .*/m cannot encode text"):
+        evaluate(*parse_evaluate(words))
+    content = json.loads(whole)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 400, "content": "<far>"})
+    content["model"]["vocab"]["<far>"] = 400
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(GptlmError, match="ids up to 400, the model's vocabulary 352"):
+        evaluate(*parse_evaluate(words))
+
+
 def test_max_examples(work):
     lambada = run(work, "--task", "LAMBADA", "--eval_path", work / "lambada.jsonl", "--max_examples", 5)
     assert lambada["num_examples"] == 5
@@ -231,7 +308,7 @@ def write_model(folder: Path, tokenizer_of: Path, vocab_size: int) -> None:
 def test_a_tokenizer_of_another_size_is_refused_or_named(work, tmp_path, capsys):
     write_model(tmp_path / "small", work / "model", 200)
     words = ["--task", "TEXT", "--eval_path", str(work / "prose.txt"), "--device", "cpu", "--load"]
-    with pytest.raises(GptlmError, match="has 3.. entries, the model's vocabulary 200"):
+    with pytest.raises(GptlmError, match="has 3.. entries with ids up to 3.., the model's vocabulary 200"):
         evaluate(*parse_evaluate([*words, str(tmp_path / "small")]))
     write_model(tmp_path / "large", work / "model", 3000)
     evaluate(*parse_evaluate([*words, str(tmp_path / "large")]))

@@ -130,6 +130,21 @@ def test_what_is_piped_is_continued(folder, capsys, tmp_path, monkeypatch, conte
         assert ("read as JSON lines" in err) == content.startswith(b'{"src"')
 
 
+def test_an_array_is_read_by_its_items_and_others_are_refused(folder, capsys, tmp_path):
+    wanted = predict(folder, capsys, "--tgt_length", 5, "--prompt", "the cat", "a")[1]
+    (tmp_path / "p.json").write_text('[\n{"prompt": "the cat"},\n {"text": "a"}]')
+    assert predict(folder, capsys, "--tgt_length", 5, "--input_file", tmp_path / "p.json")[1] == wanted
+    for content, name, says in (
+        (b'[{"text": "a"}, {"txt": "b"}]', "p.json", "p.json, item 2: expected an object with a text"),
+        (b"[1, ", "p.json", "p.json: broken JSON array"),
+        (b"[ ]", "p.json", "p.json holds no prompts"),
+        (b"\x1f\x8b\x08", "p.jsonl.gz", "p.jsonl.gz is not UTF-8 (byte 1); unpack it"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        code, out, err = predict(folder, capsys, "--input_file", tmp_path / name)
+        assert (code, out) == (1, "") and says in err
+
+
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", "closed"])
 def test_where_nothing_is_piped_the_built_in_questions_are_continued(folder, capsys, tmp_path, monkeypatch, content):
     """As `python predict_generation.py` alone does in the original; an empty pipe is said."""

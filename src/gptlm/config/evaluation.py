@@ -11,6 +11,7 @@ from gptlm.config.fleetx_words import evaluation_words
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
 from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.data.corpus import holds_records
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
@@ -26,6 +27,7 @@ LAMBADA: can the model foretell the last word? Lines of {"text": ...}. Two measu
   strict      every token of the whole last word (its context is the text before it, without the blank) is the likeliest
   last token  the last token of the text as it is tokenized is the likeliest
 WIKITEXT103, WIKITEXT2, TEXT: perplexity of a text file, read as one piece; WIKITEXT* undo WikiText's tokenization.
+Of .jsonl, .json and .parquet, TEXT reads the texts under json_key, each followed by the end-of-text token.
 DATA: perplexity of one split of token files, its documents laid end to end in their order.
 Perplexities: windows of max_seq_length tokens move on by overlapping_eval tokens; the first one scores all its targets,
 each later one those that are new, so that every token but the first, which nothing foretells, is scored once.
@@ -49,7 +51,11 @@ class EvaluateArguments:
         None, "folder of a trained model with its tokenizer or of adapters, or a built-in name"
     )
     lora_path: str | None = arg(None, "folder of LoRA adapters (PEFT's files), added to the model's weights in memory")
-    eval_path: str | None = arg(None, "LAMBADA: lines of JSON with a text; WIKITEXT*, TEXT: a text file in UTF-8")
+    eval_path: str | None = arg(
+        None,
+        "LAMBADA: lines of JSON with a text; WIKITEXT*, TEXT: a text file in UTF-8; TEXT also .jsonl, .json, .parquet",
+    )
+    json_key: str = arg("text", "TEXT: key of the texts in .jsonl, .json and .parquet")
     cloze_eval: bool | None = arg(None, "FleetX's word for the task: true is LAMBADA, false is WIKITEXT103")
     input_dir: str | None = arg(None, "DATA: prefix of token files, or a folder with one pair of them")
     split: str = arg("949,50,1", "DATA: shares of train, valid and test, by sequence")
@@ -185,13 +191,22 @@ def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
                 f"--{named('input_dir')} names token files, --{named('task')} {values['task']} reads a text: give "
                 f"--{named('task')} DATA"
             )
+        elif values["task"].startswith("WIKITEXT") and holds_records(values["eval_path"] or ""):
+            yield (
+                f"--{named('task')} {values['task']} reads a whole file as one text, {values['eval_path']} holds "
+                f"records: give --{named('task')} TEXT, which reads the texts in them"
+            )
     _note_other_tasks(parsed)
 
 
 def _note_other_tasks(parsed: Parsed) -> None:
     task = parsed.values["task"]
-    idle = {"LAMBADA": ("overlapping_eval", "split", "split_name"), "DATA": ("detokenizer",)}
-    for name in idle.get(task, ("split", "split_name")):
+    idle = {
+        "LAMBADA": ("overlapping_eval", "split", "split_name", "json_key"),
+        "DATA": ("detokenizer", "json_key"),
+        "TEXT": ("split", "split_name"),
+    }
+    for name in idle.get(task, ("split", "split_name", "json_key")):
         if parsed.sources[name] != "default":
             parsed.note(f"--{name} has no effect with --task {task}")
     if task == "DATA":

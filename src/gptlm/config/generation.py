@@ -31,7 +31,8 @@ class PredictArguments:
         [], "texts to continue; unset: input_file, else piped standard input, else PaddleNLP's two Chinese questions"
     )
     input_file: str | None = arg(
-        None, "one prompt per line, or .jsonl with the key prompt, src or text; -: standard input, in either form"
+        None,
+        "one prompt per line, or .jsonl or .json with the key prompt, src or text; -: standard input",
     )
     output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
     batch_size: int = arg(1, "prompts continued together")

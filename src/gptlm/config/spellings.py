@@ -245,6 +245,7 @@ CONVERT_RENAMED = {"from": "source", "torch_dtype": "dtype", "output_dir": "outp
 TOKENIZER_OF_MODEL = "the tokenizer is the one in the model's folder"
 RAW_WEIGHTS = "weights are read alone, there is nothing else to load"
 EVALUATE_RENAMED = {
+    "json_keys": "json_key",
     "valid_data": "eval_path",
     "micro_batch_size": "batch_size",
     "per_device_eval_batch_size": "batch_size",

@@ -44,6 +44,11 @@ def list_files(path: str) -> list[Path]:
     return files
 
 
+def holds_records(path: str) -> bool:
+    """Whether the name of a file says that texts are fields of its records; else the file itself is text."""
+    return _kind(Path(path)) not in (None, ".txt")
+
+
 def bytes_of_shard(files: Sequence[Path], shard: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     """The range of bytes of shard (i, n), i from 1, when all `files` lie end to end."""
     part, parts = shard

@@ -18,6 +18,8 @@ from gptlm.errors import GptlmError
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Row, Score, Tokens, Windows
 
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
+AT_ONCE = 1000  # documents that are encoded together
 HIGHEST = 20.0  # Megatron's limit of exponents: exp(20) is 4.9e8
 Report = dict[str, Any]
 
@@ -33,20 +35,34 @@ class ClozeRow(Row):
 class Cloze:
     """LAMBADA: whether the last word, and the last token, is what the model holds likeliest.
 
+    Args:
+        names: of the texts, for messages.
+
     Attributes:
-        cut: texts that were longer than the window and kept their end.
+        cut: names of the texts that were longer than the window and kept their end.
     """
 
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int):
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        names: Sequence[str] | None = None,
+    ):
         def encode(batch: list[str]) -> list[list[int]]:
             return tokenizer(batch, add_special_tokens=False)["input_ids"]
 
         self.examples = len(texts)
+        names = names or [f"text {number}" for number in range(1, len(texts) + 1)]
         rows = _cloze_rows(texts, encode)
-        longest = max(row.scored for row in rows)
-        if longest > length:
-            raise GptlmError(f"a last word has {longest} tokens, --max_seq_length {length} cannot hold it; give more")
-        self.cut = sum(len(row.ids) > length + 1 for row in rows if row.strict)
+        strict = list(zip(names, (row for row in rows if row.strict), strict=True))
+        for name, row in strict:
+            if row.scored > length:
+                raise GptlmError(
+                    f"{name}: the last word has {row.scored} tokens, --max_seq_length {length} cannot hold it; "
+                    "give more"
+                )
+        self.cut = [name for name, row in strict if len(row.ids) > length + 1]
         rows = [ClozeRow(row.ids[-(length + 1) :], row.scored, row.strict, row.last) for row in rows]
         self.rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)  # batches of like lengths
 
@@ -131,14 +147,29 @@ class Reading:
         return lines
 
 
-def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[str]:
-    """The first `limit` texts of a LAMBADA file.
+def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[tuple[str, str]]:
+    """The first `limit` texts of a LAMBADA file, each with its place.
 
     Raises:
         GptlmError: naming the line that is no object with a `text` of two words.
     """
-    lines = [(n, line) for n, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
-    return [detokenize(_cloze_text(line, f"{path}, line {n}"), detokenizer) for n, line in lines[:limit]]
+    lines = read_text(path).split("\n")
+    placed = [(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    return [(place, detokenize(_cloze_text(line, place), detokenizer)) for place, line in placed[:limit]]
+
+
+def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `texts` end to end, as `gptlm preprocess --append_eos` lays them: each ends with the end of text.
+
+    A special token spelled in a text stays text.
+    """
+    ids: list[int] = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for start in range(0, len(texts), AT_ONCE):
+        batch = list(texts[start : start + AT_ONCE])
+        for row in tokenizer(batch, add_special_tokens=False, split_special_tokens=True)["input_ids"]:
+            ids += [*row, *end]
+    return ids
 
 
 def read_text(path: str) -> str:
@@ -152,7 +183,8 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise GptlmError(f"cannot read --eval_path {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
+        mend = "unpack it" if path.lower().endswith(PACKED) else "convert it with iconv"
+        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); {mend}") from error
     if not text.strip():
         raise GptlmError(f"{path} is empty; there is nothing to evaluate")
     return text

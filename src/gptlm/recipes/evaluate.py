@@ -17,13 +17,15 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.evaluation import EvaluateArguments
+from gptlm.data.corpus import holds_records, read_texts
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import tokenizer_folder
 from gptlm.inference.detokenizers import detokenize
+from gptlm.inference.generation import some_of
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.scoring import score
-from gptlm.inference.tasks import Cloze, Reading, Report, read_cloze, read_text
+from gptlm.inference.tasks import Cloze, Reading, Report, encode_documents, read_cloze, read_text
 from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
@@ -103,10 +105,11 @@ def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBa
     rows = shape_of_config(Path(source) / "config.json").vocab_size
     if folder != source:
         rows = max(rows, len(tokenizer))  # adapters may bring tokens of their own
-    if len(tokenizer) > rows:
+    highest = max(tokenizer.get_vocab().values())  # ids may have gaps
+    if highest >= rows:
         raise GptlmError(
-            f"the tokenizer in {source} has {len(tokenizer)} entries, the model's vocabulary {rows}: they are not of "
-            "one model; put the model's own tokenizer there"
+            f"the tokenizer in {source} has {len(tokenizer)} entries with ids up to {highest}, the model's vocabulary "
+            f"{rows}: they are not of one model; put the model's own tokenizer there"
         )
     if rows - len(tokenizer) > SPARE_ROWS:
         logger.warning(
@@ -121,25 +124,43 @@ def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBa
 def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> Cloze | Reading:
     length, step = arguments.max_seq_length or 0, arguments.overlapping_eval or 0
     if arguments.task == "LAMBADA":
-        cloze = Cloze(
-            read_cloze(arguments.eval_path or "", arguments.max_examples, arguments.detokenizer), tokenizer, length
-        )
+        placed = read_cloze(arguments.eval_path or "", arguments.max_examples, arguments.detokenizer)
+        cloze = Cloze([text for _, text in placed], tokenizer, length, [place for place, _ in placed])
         if cloze.cut:
-            logger.info("%d texts are longer than --max_seq_length %d: they keep their end", cloze.cut, length)
+            logger.info(
+                "%d texts are longer than --max_seq_length %d and keep their end: %s",
+                *(len(cloze.cut), length, some_of(cloze.cut)),
+            )
         return cloze
     if arguments.task == "DATA":
         tokens, words, what = _split_tokens(arguments, tokenizer, rows), None, "the split"
     else:
         what = arguments.eval_path or ""
-        text = read_text(what)
-        words = len(text.strip().split(" "))
-        ids = tokenizer(detokenize(text, arguments.detokenizer), add_special_tokens=False)["input_ids"]
-        tokens = np.array(ids, dtype=np.int64)
+        tokens, words = (_record_tokens if holds_records(what) else _text_tokens)(arguments, tokenizer)
         if words == 1:
             logger.warning("%s has no blanks: without words there is no token ratio and no adjusted ppl", what)
     if len(tokens) < 2:
         raise GptlmError(f"{what} has {len(tokens)} token, scoring takes at least 2; give more text")
     return Reading(tokens, length, step, words=words, limit=arguments.max_examples)
+
+
+def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
+    """Ids of a text file, read as one piece, and its original tokens."""
+    text = read_text(arguments.eval_path or "")
+    ids = tokenizer(detokenize(text, arguments.detokenizer), add_special_tokens=False)["input_ids"]
+    return np.array(ids, dtype=np.int64), len(text.strip().split(" "))
+
+
+def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
+    """Ids of the texts in a file of records, end to end, and their original tokens."""
+    path, key = arguments.eval_path or "", arguments.json_key
+    texts = [text for text in read_texts(path, key) if text.strip()]
+    if not texts:
+        raise GptlmError(f"{path} holds no text under {key!r}; name the key with --json_key")
+    end = f", each followed by {tokenizer.eos_token}" if tokenizer.eos_token else ""
+    logger.info("%s: the texts under %r of %d documents, end to end%s", path, key, len(texts), end)
+    ids = encode_documents([detokenize(text, arguments.detokenizer) for text in texts], tokenizer)
+    return np.array(ids, dtype=np.int64), sum(len(text.strip().split(" ")) for text in texts)
 
 
 def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:

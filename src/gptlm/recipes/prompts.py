@@ -13,6 +13,7 @@ from gptlm.errors import GptlmError
 
 logger = logging.getLogger(__name__)
 
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
 PROMPT_KEYS = ("prompt", "src", "text")
 
 
@@ -56,7 +57,7 @@ def _from_stdin() -> list[Prompt] | None:
 
 
 def _from_file(path: Path) -> list[Prompt]:
-    """One prompt per line of text, or of JSON in a .jsonl."""
+    """One prompt per line of text, or of JSON in a .jsonl; or per item of the array in a .json."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -64,7 +65,19 @@ def _from_file(path: Path) -> list[Prompt]:
     lines = _lines(content, str(path))
     if not lines:
         raise GptlmError(f"{path} holds no prompts; expected one per line")
-    return [_prompt_of(line) for line in lines] if path.suffix == ".jsonl" else lines
+    if path.suffix == ".json" and lines[0].text.lstrip().startswith("["):
+        return _from_array(content, str(path))
+    return [_prompt_of(line) for line in lines] if path.suffix in (".json", ".jsonl") else lines
+
+
+def _from_array(content: bytes, place: str) -> list[Prompt]:
+    try:
+        items = json.loads(content)
+    except ValueError as error:
+        raise GptlmError(f"{place}: broken JSON array: {error}") from error
+    if not items:
+        raise GptlmError(f"{place} holds no prompts; expected texts, or records with one")
+    return [_prompt(item, f"{place}, item {number}") for number, item in enumerate(items, start=1)]
 
 
 def _lines(content: bytes, place: str) -> list[Prompt]:
@@ -72,15 +85,20 @@ def _lines(content: bytes, place: str) -> list[Prompt]:
     try:
         lines = content.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise GptlmError(f"{place} is not UTF-8 (byte {error.start}); convert it with iconv") from error
+        mend = "unpack it, or give .txt or .jsonl" if place.endswith(PACKED) else "convert it with iconv"
+        raise GptlmError(f"{place} is not UTF-8 (byte {error.start}); {mend}") from error
     return [Prompt(f"{place}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _prompt_of(line: Prompt) -> Prompt:
-    text = _text_of(_record(line.text))
+    return _prompt(_record(line.text), line.place)
+
+
+def _prompt(record: Any, place: str) -> Prompt:
+    text = _text_of(record)
     if text is None:
-        raise GptlmError(f"{line.place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}")
-    return Prompt(line.place, text)
+        raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}")
+    return Prompt(place, text)
 
 
 def _record(line: str) -> Any:
