@@ -112,3 +112,13 @@ def test_fine_tuning_takes_them_too(tmp_path):
 def test_a_file_that_cannot_be_read():
     with pytest.raises(UsageError, match="--deepspeed nowhere.json: cannot be read"):
         parse_pretrain(f"{SIZES} --deepspeed nowhere.json".split(), {})
+
+
+@pytest.mark.parametrize("words", ["--deepspeed --deepspeed_config FILE", "--deepspeed_config=FILE --deepspeed"])
+def test_megatron_deepspeed_s_switch_goes_with_its_file(tmp_path, words):
+    (tmp_path / "ds.json").write_text(json.dumps(ZERO2 | {"gradient_clipping": 0.25}))
+    run = parse_pretrain([*SIZES.split(), *words.replace("FILE", str(tmp_path / "ds.json")).split()], {})
+    assert (run.parallel.deepspeed, run.training.max_grad_norm) == (str(tmp_path / "ds.json"), 0.25)
+    assert not any("no effect" in note for note in run.notes)
+    with pytest.raises(UsageError, match="--deepspeed needs a configuration file"):
+        parse_pretrain([*SIZES.split(), "--deepspeed"], {})

@@ -9,6 +9,7 @@ from gptlm.cli import main
 from gptlm.config.evaluation import parse_evaluate
 from gptlm.config.generation import parse_predict
 from gptlm.config.parser import parse
+from gptlm.config.planning import parse_plan
 from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.config.sft import parse_merge, parse_sft
 from gptlm.errors import GptlmError, UsageError, named, with_flags_shown
@@ -174,3 +175,9 @@ def test_paddlenlp_s_own_argument_files_run(tmp_path, rate):
     assert run.sources["max_length"].startswith("derived: the position table")
     short = parse_sft([str(file), "--max_length", "100"], {})
     assert short.data.max_length == 100 and not any("max_length" in note for note in short.notes)
+
+
+def test_all_problems_of_a_plan_at_once():
+    with pytest.raises(UsageError) as error:
+        parse_plan("--num_gpus 0 --bf16 --fp16 --max_steps 0".split())
+    assert [said in str(error.value) for said in ("--num_gpus 0", "At most one", "--max_steps 0")] == [True] * 3

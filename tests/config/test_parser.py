@@ -6,6 +6,7 @@ import pytest
 
 from gptlm.config.parser import help_text, parse
 from gptlm.config.run import PRETRAIN
+from gptlm.config.sft import SFT
 from gptlm.errors import UsageError
 
 
@@ -153,3 +154,13 @@ def test_spelling_tables_do_not_contradict_each_other():
     renamed, ignored, refused = set(PRETRAIN.renamed), set(PRETRAIN.ignored), set(PRETRAIN.refused)
     assert not (flags & (renamed | ignored | refused)) and not (ignored & refused) and not (renamed & ignored)
     assert set(PRETRAIN.renamed.values()) <= flags
+
+
+def test_a_beginning_leads_to_words_that_do_something():
+    assert parse(SFT, ["--eval_datase", "x"]).values["eval_dataset_name_or_path"] == "x"
+    with pytest.raises(UsageError, match="--eval_data is unknown"):
+        parse(PRETRAIN, ["--eval_data", "x"])  # the beginning of two that are refused or do nothing
+    assert (
+        parse(PRETRAIN, ["--use_flash_attenti", "1"]).notes[0]
+        == "--use_flash_attenti is taken as --use_flash_attention"
+    )

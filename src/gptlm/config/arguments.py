@@ -14,9 +14,14 @@ from gptlm.data.order import DATA_ORDERS
 LOG_FORMATS = ("paddlenlp", "fleetx-2022", "fleetx", "megatron", "oneflow", "oneflow-normal")
 
 
-def arg(default: Any, help: str, *, choices: tuple[str, ...] | None = None, words: bool = False) -> Any:
-    """A flag. `choices` are checked by the parser; `words` lets the value be several blank-separated words."""
-    metadata = {"help": help, "choices": choices, "words": words}
+def arg(
+    default: Any, help: str, *, choices: tuple[str, ...] | None = None, words: bool = False, switch: bool = False
+) -> Any:
+    """A flag. `choices` are checked by the parser; `words` lets the value be several blank-separated words.
+
+    `switch` lets it stand without a value, which another word gives (`--deepspeed --deepspeed_config FILE`).
+    """
+    metadata = {"help": help, "choices": choices, "words": words, "switch": switch}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -92,7 +97,7 @@ class ParallelArguments:
     sharding_parallel_config: str = arg("", "names of sharding optimisations", words=True)
     auto_parallel: bool = arg(False, "take the layout that gptlm plan puts first for this number of processes")
     auto_parallel_memory: float = arg(80.0, "with auto_parallel: GiB of each card")
-    deepspeed: str | None = arg(None, "a DeepSpeed configuration file")
+    deepspeed: str | None = arg(None, "a DeepSpeed configuration file", switch=True)
     local_rank: int = arg(-1, "given by launchers; LOCAL_RANK in the environment is what counts")
     world_size: int | None = arg(None, "with --print_config: resolve for this many processes")
 

@@ -46,7 +46,7 @@ class CopyArguments:
     vocab_size: int | None = arg(None, "ids must lie below this; unset: the vocabulary noted beside the data")
 
 
-ORDER = Vocabulary((OrderArguments,))
+ORDER = Vocabulary((OrderArguments,), spellings.ORDER_RENAMED)
 COPY = Vocabulary((CopyArguments,), spellings.COPY_RENAMED)
 PREFIX = Vocabulary((PrefixArguments,))
 

@@ -45,6 +45,8 @@ def take_deepspeed(parsed: Parsed) -> Iterator[str]:
         UsageError: if the file cannot be read.
     """
     file = parsed.values["deepspeed"]
+    if "deepspeed" in parsed.bare and not file:
+        yield f"{parsed.bare['deepspeed']} needs a configuration file: give --deepspeed FILE"
     if not file or not parsed.values["do_train"]:
         return
     config = read_deepspeed(file)

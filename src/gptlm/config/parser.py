@@ -79,6 +79,7 @@ class Parsed:
     Attributes:
         words: for each flag that was given, the known word that gave it, which may be a foreign one.
         typed: for each flag that was given, how it is called in messages.
+        bare: the flags that were given as switches beside another word with their value, see `arguments.arg`.
         spoken: every known word that was used.
         refusals: why the run can be shown but not started.
         from_sections: a FleetX configuration was read.
@@ -89,6 +90,7 @@ class Parsed:
     notes: list[str]
     words: dict[str, str] = field(default_factory=dict)
     typed: dict[str, str] = field(default_factory=dict)
+    bare: dict[str, str] = field(default_factory=dict)
     spoken: set[str] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)
     from_sections: bool = False
@@ -219,6 +221,9 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
     spellings = vocabulary.respelled.get(known, {})
     word = replace(word, values=tuple(spellings.get(value.lower(), value) for value in word.values))
     f, kind = flags[name]
+    if not word.values and f.metadata["switch"]:
+        parsed.bare[name] = word.typed
+        return
     value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
     if parsed.sources[name].startswith("--") and word.place.startswith("--") and value != parsed.values[name]:
         lost, kept = (shown(given) for given in (parsed.values[name], value))
@@ -239,9 +244,10 @@ def _resolve(
             raise UsageError(f"{word.typed}: {name[3:]} is no switch that can be turned off")
         return name[3:], True
     if name not in known:
-        matches = sorted(candidate for candidate in known if candidate.startswith(name))
+        longer = sorted(candidate for candidate in known if candidate.startswith(name))
+        matches = [candidate for candidate in longer if candidate in vocabulary.effective()] or longer
         meant = {vocabulary.renamed.get(candidate, candidate) for candidate in matches}
-        if not matches:
+        if not matches or (len(meant) > 1 and not vocabulary.effective().intersection(matches)):
             raise UsageError(_unknown(word, vocabulary))
         if len(meant) > 1:
             raise UsageError(f"{word.typed} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")

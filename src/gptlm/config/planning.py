@@ -9,7 +9,7 @@ from typing import Any
 from gptlm.config.arguments import arg
 from gptlm.config.parser import Vocabulary, build, parse
 from gptlm.config.resolving import resolve_processes
-from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain
+from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain, tried
 from gptlm.errors import UsageError
 from gptlm.parallel.memory import GIB, Layout, Sizes
 from gptlm.parallel.planner import Cluster, candidates
@@ -63,11 +63,8 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
     """
     own, rest = _own_words(list(argv))
     _check_words(rest)
-    parsed = parse(OWN, own)
-    values: dict[str, Any] = parsed.values
+    values: dict[str, Any] = parse(OWN, own).values
     problems = [f"--{name} {value:g}: expected more than 0" for name, value in values.items() if not value > 0]
-    if problems:
-        raise UsageError("\n".join(problems))
     given = parse(PRETRAIN, rest)
     degrees = {name: max(given.values[name], 1) for name in DEGREES}
     if any(degree > 1 and given.sources[name].startswith("-") for name, degree in degrees.items()):
@@ -76,7 +73,9 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
         raise UsageError(
             f"--world_size {given.values['world_size']}: the cards to plan for are --num_gpus; leave it out"
         )
-    run = _alone(rest, given.values)
+    run = tried(lambda: _alone(rest, given.values), problems)
+    if problems or run is None:
+        raise UsageError("\n".join(problems))
     total = run.batch.total
     if given.values["global_batch_size"] is None:
         total *= max(values["num_gpus"] // math.prod(degrees.values()), 1)

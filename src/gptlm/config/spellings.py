@@ -212,7 +212,12 @@ PREPROCESS_REFUSED = {
     "cn_whole_word_segment": (OFF, "whole-word masking serves ERNIE and BERT, not GPT"),
 }
 
-TOKENIZER_RENAMED = {"input": "input_path", "output": "output_dir", "json_keys": "json_key"}
+TOKENIZER_RENAMED = {
+    "input": "input_path",
+    "train_file": "input_path",
+    "output": "output_dir",
+    **dict.fromkeys(("json_keys", "text_column", "dataset_text_field"), "json_key"),
+}
 
 PREDICT_RENAMED = {
     "max_new_tokens": "tgt_length",
@@ -239,6 +244,13 @@ PREDICT_REFUSED = {
     "forced_eos_token_id": (("", "none"), "a continuation that is cut short has no end; leave it out"),
 }
 
+ORDER_RENAMED = {
+    "data_path": "input_dir",
+    "data_cache_path": "data_cache",
+    "tokenizer": "tokenizer_name_or_path",
+    "tokenizer_name": "tokenizer_name_or_path",
+    **dict.fromkeys(("seq_length", "block_size", "max_seq_len", "max_length"), "max_seq_length"),
+}
 COPY_RENAMED = {"data_impl": "dataset_impl"}
 CONVERT_RENAMED = {"from": "source", "torch_dtype": "dtype", "output_dir": "output", "output_path": "output"}
 
