@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.errors import GptlmError, reason_of
-from gptlm.model.adapter_files import WEIGHTS, settings_of
+from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import WEIGHTS, check_tensors
 from gptlm.model.base_weights import warn_of_other_base
 from gptlm.model.build import load_model
-from gptlm.model.files import check_safetensors, check_weights
+from gptlm.model.files import check_weights
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.lora import merged
 from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
@@ -25,9 +24,8 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
     Raises:
         GptlmError: if something is missing, or the two do not fit.
     """
-    settings_of(adapters)
     check_weights(Path(source))
-    shapes = _shapes(adapters)
+    shapes = {name.removeprefix(PREFIX): shape for name, shape in check_tensors(adapters).items()}
     whole = [name for name in shapes if name.endswith(TRANSPOSED)]
     if whole:  # stored (in, out) by stock GPT-2, and the square ones would fit the wrong way round
         raise GptlmError(
@@ -48,16 +46,6 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
 def tokenizer_folder(source: str, adapters: Path) -> str:
     """The adapters' own folder if it holds a tokenizer, else the model's."""
     return str(adapters) if has_tokenizer(adapters) else source
-
-
-def _shapes(adapters: Path) -> dict[str, list[int]]:
-    """Name in the model -> shape of every tensor in the adapters' file."""
-    check_safetensors(adapters / WEIGHTS)
-    try:
-        with safe_open(adapters / WEIGHTS, "pt") as file:
-            return {name.removeprefix(PREFIX): file.get_slice(name).get_shape() for name in file.keys()}
-    except Exception as error:  # FileNotFoundError and safetensors' own kinds
-        raise GptlmError(f"{adapters / WEIGHTS} cannot be read: {reason_of(error)}") from error
 
 
 def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:

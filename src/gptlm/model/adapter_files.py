@@ -1,6 +1,7 @@
 """PEFT's folders of adapters: what their configuration says, and to which model they belong. No torch here."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,65 @@ def settings_of(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise GptlmError(f"{path} is damaged ({error}); copy the folder again") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA":
-        raise GptlmError(f"the adapters in {folder} are {kind}; expected LORA")
+    if not isinstance(config, dict):
+        raise GptlmError(f"{path} is damaged: it holds no JSON object; copy the folder again")
+    if config.get("peft_type") != "LORA":
+        raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
     for key, kinds in KINDS.items():
-        if not isinstance(config.get(key), kinds):
-            raise GptlmError(f"{path} is damaged: {key} is {config.get(key)!r}; copy the folder again")
+        value = config.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value == []:
+            raise GptlmError(f"{path} is damaged: {key} is {value!r}; copy the folder again")
+    if config["r"] < 1 or not math.isfinite(config["lora_alpha"]):
+        raise GptlmError(
+            f"{path} is damaged: r is {config['r']}, lora_alpha {config['lora_alpha']}; copy the folder again"
+        )
     return config
+
+
+def check_tensors(folder: Path) -> dict[str, list[int]]:
+    """Name -> shape of the tensors of the adapters in `folder`.
+
+    Raises:
+        GptlmError: if they cannot be read or are not those of the configuration: PEFT ignores what it does not name.
+    """
+    settings = settings_of(folder)
+    shapes = check_safetensors(folder / WEIGHTS)
+    rank, targets = settings["r"], settings["target_modules"]
+    for name, sizes in shapes.items():
+        found = PLACE.search(name)
+        if found is None:
+            continue
+        if isinstance(targets, list) and not any(f".{found['matrix']}".endswith(f".{target}") for target in targets):
+            raise GptlmError(
+                f"the adapters in {folder} do not match their {CONFIG}: the file has {name}, target_modules is "
+                f"{' '.join(targets)}; copy the folder again"
+            )
+        if not settings.get("rank_pattern") and sizes[:1] != [rank]:
+            raise GptlmError(
+                f"the adapters in {folder} do not match their {CONFIG}: {name} is of rank {sizes[0]}, r is {rank}; "
+                "copy the folder again"
+            )
+    return shapes
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapters in `folder` name as theirs.
+
+    Raises:
+        GptlmError: if they name none.
+    """
+    base = settings_of(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise GptlmError(
+            f"{folder / CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
+            f"--model_name_or_path BASE --lora_path {folder}"
+        )
+    return base
 
 
 def check_fit(folder: Path, shape: Shape) -> None:
     """Raises GptlmError if the adapters in `folder` are damaged, or of a model of another width or depth."""
-    for name, sizes in check_safetensors(folder / WEIGHTS).items():
+    for name, sizes in check_tensors(folder).items():
         found = PLACE.search(name)
         if found is None:
             continue
@@ -78,7 +126,7 @@ def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None
         return name, lora_path
     if lora_path:
         raise GptlmError(f"{name} and --lora_path {lora_path} are both adapters; merge one with scripts/merge_lora.py")
-    return settings_of(Path(name)).get("base_model_name_or_path") or "", name
+    return base_of(Path(name)), name
 
 
 def base_hint(adapters: str | None) -> str:

@@ -10,7 +10,7 @@ import transformers
 from gptlm.config.sft import MergeArguments
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
-from gptlm.model.adapter_files import base_hint, settings_of
+from gptlm.model.adapter_files import base_hint, base_of
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.recipes.start import check_output
@@ -31,7 +31,7 @@ def merge_lora(arguments: MergeArguments) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
-    base = arguments.model_name_or_path or settings_of(adapters).get("base_model_name_or_path") or ""
+    base = arguments.model_name_or_path or base_of(adapters)
     check_output("output_path", output)
     source = model_folder(base, base_hint(str(adapters)))
     for what, folder in (("adapters", adapters), ("model", Path(source))):
