@@ -152,6 +152,7 @@ def test_debug_is_a_flag_of_every_command(capsys):
     for command in COMMANDS:
         assert main([command, "--help"]) == 0
         assert "With --debug" in capsys.readouterr().out
+    assert without_debug([]) == ([], False)
     assert without_debug(["--debug", "--x", "1", "--debug"]) == (["--x", "1"], True)
     assert without_debug(["--debug", "underflow_overflow"]) == (["--debug", "underflow_overflow"], False)
 

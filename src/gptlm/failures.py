@@ -31,7 +31,7 @@ MEMORY_ADVICE = {
 
 def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
     """`words` without --debug, and whether it was there; one with a value is another library's flag and stays."""
-    ends = [*words[1:], "--"]
+    ends = [*words[1:], "--"][: len(words)]
     kept = [word for word, after in zip(words, ends, strict=True) if word != DEBUG or not after.startswith("-")]
     return kept, len(kept) < len(words)
 

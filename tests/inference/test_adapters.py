@@ -12,6 +12,7 @@ from transformers import GPT2LMHeadModel
 
 from gptlm.errors import GptlmError
 from gptlm.inference.loading import load_for_inference
+from gptlm.model.adapter_files import base_and_adapters
 from gptlm.model.tokenizer import load_tokenizer, train_tokenizer
 
 CPU = torch.device("cpu")
@@ -108,6 +109,16 @@ def test_adapters_are_added_before_weights_are_halved(base, tmp_path):
     assert torch.equal(weight, whole.transformer.h[0].attn.c_attn.weight.bfloat16())
 
 
+def settings(**changed):
+    """Spoils the configuration of adapters, not their tensors."""
+
+    def spoil(folder, tensors):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+    return spoil
+
+
 def change(folder, tensors):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
 
@@ -137,6 +148,14 @@ def change(folder, tensors):
             lambda folder, tensors: (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"})),
             "expected LORA",
         ),
+        (lambda folder, tensors: (folder / "adapter_config.json").write_text("[]"), "it holds no JSON object"),
+        (settings(r=2), r"lora_A.weight is of rank 4, r is 2"),
+        (settings(r=True), "r is True"),
+        (settings(r=0), "r is 0"),
+        (settings(lora_alpha=float("nan")), "lora_alpha nan"),
+        (settings(target_modules=[]), r"target_modules is \[\]"),
+        (settings(target_modules=["c_attn"]), "the file has .*c_proj.lora_A.weight, target_modules is c_attn"),
+        (settings(use_dora=True), r"lack 8 tensors \(first: .*lora_magnitude_vector\)"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(base, tmp_path, spoil, says):
@@ -144,3 +163,19 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, spoil, says):
     spoil(folder, load_file(folder / "adapter_model.safetensors"))
     with pytest.raises(GptlmError, match=says):
         load_for_inference(str(base), CPU, lora_path=str(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("named", [None, "", 5])
+def test_adapters_that_name_no_base_say_what_to_give(base, tmp_path, named):
+    folder = adapters(base, tmp_path / "a")
+    settings(base_model_name_or_path=named)(folder, {})
+    with pytest.raises(GptlmError, match="names no base model .* give --model_name_or_path BASE --lora_path"):
+        base_and_adapters(str(folder), None)
+    assert base_and_adapters(str(base), str(folder)) == (str(base), str(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_full_names_of_targets_are_understood(base, tmp_path):
+    folder = adapters(base, tmp_path / "a", targets=["transformer.h.1.mlp.c_fc", "attn.c_proj"])
+    torch.testing.assert_close(ours(base, folder), plain(base, folder), atol=2e-5, rtol=1e-5)

@@ -755,3 +755,23 @@ def test_adapters_with_added_tokens_in_plain_peft(tune, model, tmp_path, capfd):
     (out / "README.md").write_text("my own words")
     write_card(out, str(model), None)
     assert (out / "README.md").read_text() == "my own words"
+
+
+@pytest.mark.parametrize("token", ["", '["<a>", "<b>"]'])
+def test_added_tokens_are_words(model, token):
+    argv = ["--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
+    with pytest.raises(UsageError, match="additional_special_tokens .* is no token; give each as a word of its own"):
+        parse_sft([*argv, "--additional_special_tokens", token], {})
+
+
+def test_a_place_for_the_merged_model_is_found_out_before_training(tune, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "merged").write_text("")
+    with pytest.raises(GptlmError, match="merged is a file, not a folder"):
+        tune("--lora", "--merge_weights", data="no/where")
+
+
+def test_added_tokens_are_named(tune, capfd):
+    tune("--additional_special_tokens", "a", "<user>", "--max_steps", 1)
+    said = "".join(capfd.readouterr())
+    assert "1 tokens are new in the vocabulary: <user>" in said and "the vocabulary already has a" in said

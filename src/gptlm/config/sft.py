@@ -285,6 +285,9 @@ def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
             f"{named('continue_training')} is off: fine-tuning starts from a model's weights; pretraining starts from "
             "random ones"
         )
+    for token in values["additional_special_tokens"]:
+        if not token.strip() or token.startswith('["'):
+            yield f"{named('additional_special_tokens')} {token!r} is no token; give each as a word of its own"
     if values["merge_weights"] and values["lora"] and not values["do_train"]:
         output = values["output_dir"] or "OUTPUT_DIR"
         yield (

@@ -12,6 +12,7 @@ from gptlm.model.build import load_model
 from gptlm.model.files import check_weights
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.lora import merged
+from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
 
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
@@ -24,6 +25,8 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
     Raises:
         GptlmError: if something is missing, or the two do not fit.
     """
+    if not has_weights(Path(source)):
+        raise GptlmError(f"{source} holds no model weights (model.safetensors); give the adapters' base model")
     check_weights(Path(source))
     shapes = {name.removeprefix(PREFIX): shape for name, shape in check_tensors(adapters).items()}
     whole = [name for name in shapes if name.endswith(TRANSPOSED)]

@@ -66,7 +66,8 @@ def check_tensors(folder: Path) -> dict[str, list[int]]:
         found = PLACE.search(name)
         if found is None:
             continue
-        if isinstance(targets, list) and not any(f".{found['matrix']}".endswith(f".{target}") for target in targets):
+        place = name.removesuffix(".lora_A.weight")
+        if isinstance(targets, list) and not any(place.endswith(f".{target}") for target in targets):
             raise GptlmError(
                 f"the adapters in {folder} do not match their {CONFIG}: the file has {name}, target_modules is "
                 f"{' '.join(targets)}; copy the folder again"

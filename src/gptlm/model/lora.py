@@ -129,7 +129,9 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
     except Exception as error:  # PEFT raises many kinds
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
     names = StoredAdapters(folder).names
-    wanted = [file_name(name) for name, _ in adapted.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")  # the last one of DoRA, without ".weight" in the file
+    found = [file_name(name) for name, _ in adapted.named_parameters() if any(part in name for part in parts)]
+    wanted = [name.removesuffix(".weight") if "magnitude" in name else name for name in found]
     missing = [name for name in wanted if name not in names]
     if missing:  # PEFT would leave them at their start, where they add nothing
         raise GptlmError(f"the adapters in {folder} lack {len(missing)} tensors (first: {missing[0]}); were they cut?")

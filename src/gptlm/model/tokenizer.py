@@ -213,7 +213,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
         tokenizer.add_tokens([AddedToken(token, special=token in control, normalized=False)], token in control)
     if control:
         tokenizer.add_special_tokens({"additional_special_tokens": control}, replace_extra_special_tokens=False)
-    logger.info("%d tokens are new in the vocabulary", len(tokenizer) - before)
+    new = tokenizer.convert_ids_to_tokens(list(range(before, len(tokenizer))))
+    logger.info("%d tokens are new in the vocabulary%s", len(new), f": {' '.join(new)}" if new else "")
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     stay = [token for token in tokens if token in special]
     if stay:

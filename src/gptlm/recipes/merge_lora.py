@@ -12,6 +12,7 @@ from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.adapter_files import base_hint, base_of
 from gptlm.model.hub import model_folder
+from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.recipes.start import check_output
 from gptlm.training.checkpoint import writing
@@ -37,6 +38,8 @@ def merge_lora(arguments: MergeArguments) -> None:
     for what, folder in (("adapters", adapters), ("model", Path(source))):
         if output.resolve() == folder.resolve():
             raise GptlmError(f"--output_path {output} is the folder of the {what}; give another one")
+    if has_weights(output):
+        raise GptlmError(f"--output_path {output} holds a model already; give a new folder")
     merge(source, adapters, output, getattr(torch, arguments.dtype))
 
 
@@ -45,9 +48,11 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     """Write the model in the folder `base` with `adapters` added to its weights into `output`.
 
     Raises:
-        GptlmError: if one of them cannot be read, they do not fit, or `output` cannot be written.
+        GptlmError: if one of them cannot be read, they do not fit, the sum is not finite, or `output` cannot be
+            written.
     """
     model, tokenizer = load_adapted(base, adapters)
+    _check_finite(model, adapters, dtype)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     fit_to_model(tokenizer, model.config.n_positions)
     with writing(output, "the merged model", more=""):
@@ -55,3 +60,18 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
         model.to(dtype=dtype).save_pretrained(output)  # type: ignore[call-arg]
         tokenizer.save_pretrained(output)
     logger.info("adapters of %s merged into %s: %s", adapters, base, output)
+
+
+def _check_finite(model: torch.nn.Module, adapters: Path, dtype: torch.dtype) -> None:
+    """Raises GptlmError if a weight is NaN or infinite, in float32 or in `dtype`."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise GptlmError(
+                f"{name} has NaN or infinite values with the adapters in {adapters}: they or the base are damaged, or "
+                "their training diverged; nothing is written"
+            )
+        if not torch.isfinite(weight.to(dtype)).all():
+            raise GptlmError(
+                f"{name} has values up to {weight.abs().max().item():.3g}, which {dtype} cannot hold; give --dtype "
+                "bfloat16 or float32"
+            )

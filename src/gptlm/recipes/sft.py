@@ -35,13 +35,15 @@ from gptlm.recipes.sft_data import (
 from gptlm.recipes.sft_sources import find_sources
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.speed import speed_arguments
-from gptlm.recipes.start import check_shape, output_locked
+from gptlm.recipes.start import check_output, check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
 from gptlm.training import checkpoint
 from gptlm.training.schedule import Schedule
 from gptlm.training.sft import SftTrainer
 
 logger = logging.getLogger(__name__)
+
+MERGED = "merged"  # the folder in output_dir for --merge_weights
 
 
 def sft(run: SftRun) -> dict[str, float]:
@@ -51,6 +53,8 @@ def sft(run: SftRun) -> dict[str, float]:
         GptlmError: for anything the user can mend, before the model is built wherever that is possible.
     """
     start, machine = begin(run, _check_start)
+    if run.lora.merge_weights and run.lora.lora:
+        check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
     sources = find_sources(run)
     tokenizer, new_tokens = _tokenizer(run)
     run = _with_room_for(run, tokenizer)
@@ -66,7 +70,7 @@ def sft(run: SftRun) -> dict[str, float]:
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
-        merge(weights_folder(run), output, output / "merged")
+        merge(weights_folder(run), output, output / MERGED)
     return metrics
 
 
