@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import safe_globals
 
@@ -333,6 +334,28 @@ def test_files_fields_and_words_scripts_look_for(train, tmp_path, capsys):
         "progress_or_epoch",
     ]  # fmt: skip
     assert history[0]["learning_rate"] == 1e-2  # the next step's, as PaddleNLP prints it: 1e-2 x 2 / 2
+
+
+def tracked_parameters(folder):
+    """The text "args" in the event file of a run."""
+    (events,) = folder.glob("runs/*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    (event,) = accumulator.Tensors("args/text_summary")
+    return json.loads(event.tensor_proto.string_val[0])
+
+
+def test_trackers_get_the_resolved_run(train, tiny_model, corpus_folder, tmp_path):
+    words = ["--lr_scheduler_type", "cosine", "--warmup_ratio", "0.5", "--gradient_accumulation_steps", "3"]
+    train(*words, "--report_to", "tensorboard", "--max_steps", "4", "--warmup_steps", "0")
+    noted = tracked_parameters(tmp_path / "out")
+    wanted = {
+        "lr_scheduler_type": "cosine", "warmup_steps": 2, "min_learning_rate": 1e-3, "do_train": True, "do_eval": True,
+        "max_steps": 4, "model_name_or_path": str(tiny_model), "input_dir": str(corpus_folder / "mmap"),
+        "split": "80,10,10", "max_seq_length": 16, "global_batch_size": 6, "tensor_parallel_degree": 1,
+        "data_parallel_replicas": 1, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 500,
+    }  # fmt: skip
+    assert {name: noted.get(name) for name in wanted} == wanted
 
 
 def test_visualdl_without_visualdl_is_tensorboard_with_one_line(train, tmp_path, capsys):

@@ -25,6 +25,7 @@ from gptlm.recipes.sft_data import load_data
 from gptlm.recipes.sft_sources import find_sources
 from gptlm.training.logging import start_logging
 from tests.conftest import run_script
+from tests.recipes.test_pretrain import tracked_parameters
 
 WORDS = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden".split()
 ROWS = [
@@ -198,6 +199,16 @@ def test_adapters_are_small_load_in_plain_peft_and_leave_the_model_alone(tune, m
         "--do_train", 0, "--do_eval", "--generate_num", 0, "--lora_path", out, "--lora_rank", 2, output="eval"
     )
     assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-6)
+
+
+def test_trackers_get_the_adapters(tune, model, examples, tmp_path):
+    tune("--lora", "--lora_rank", 2, "--max_steps", 1, "--report_to", "tensorboard")
+    noted = tracked_parameters(tmp_path / "out")
+    wanted = {
+        "lora": True, "lora_rank": 2, "lora_alpha": 4, "lora_target_modules": ["c_attn", "c_proj", "c_fc"],
+        "dataset_name_or_path": str(examples), "do_train": True, "learning_rate": 0.01, "min_learning_rate": 0.001,
+    }  # fmt: skip
+    assert {name: noted.get(name) for name in wanted} == wanted
 
 
 def test_adapters_on_another_base_are_warned_of(tune, model, tmp_path, capsys):

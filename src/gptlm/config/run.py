@@ -110,21 +110,22 @@ class Run:
             del kept["warmup_steps"]  # the ratio is there; below 1 the steps would be read as a share
         return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
 
+    def as_values(self) -> dict[str, Any]:
+        """Every flag of the run with its final value, and the processes."""
+        values = {name: _plain(value) for group in self.groups for name, value in asdict(group).items()}
+        return values | {"world_size": self.dims.world, "data_parallel_replicas": self.dims.data}
+
+    def as_parameters(self) -> dict[str, Any]:
+        """What trackers note of the run: `as_values`, the sizes of the model, and the global batch."""
+        return self.as_values() | asdict(self.shape) | {"global_batch_size": self.batch.total}
+
     def as_json(self) -> str:
         """The run, the origin of each value, and the notes, as one JSON object."""
-        values = {name: value for group in self.groups for name, value in asdict(group).items()}
-        derived = {
-            "world_size": (self.dims.world, self.sources["world_size"]),
-            "data_parallel_replicas": (
-                self.dims.data,
-                f"derived: {self.dims.world} / ({self.dims.tensor} x {self.dims.pipeline})",
-            ),
-        }
-        values |= {name: value for name, (value, _) in derived.items()}
-        sources = self.sources | {name: source for name, (_, source) in derived.items()}
-        sources = {name: source for name, source in sources.items() if name in values}
+        run = self.as_values()
+        replicas = f"derived: {self.dims.world} / ({self.dims.tensor} x {self.dims.pipeline})"
+        sources = self.sources | {"data_parallel_replicas": replicas}
+        sources = {name: source for name, source in sources.items() if name in run}
         refusals = [f"this version refuses to run it: {line}" for line in self.refusals]
-        run = {name: _plain(value) for name, value in values.items()}
         return json.dumps({"run": run, "from": sources, "notes": [*self.notes, *refusals]}, indent=1)
 
 

@@ -1,5 +1,6 @@
 """The run in the words of transformers.TrainingArguments, and the trackers its events go to."""
 
+import json
 import logging
 import sys
 import time
@@ -71,11 +72,53 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
     return arguments
 
 
-class VisualDLCallback(TrainerCallback):
-    """Scalars of every log line into VisualDL's event files."""
+class _RunParameters:
+    """transformers' arguments, of which trackers read the resolved run instead: schedule, data, adapters, layout."""
 
-    def __init__(self, writer: Any):
-        self.writer = writer
+    def __init__(self, arguments: TrainingArguments, parameters: dict[str, Any]):
+        self._arguments, self._parameters = arguments, parameters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arguments, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._parameters)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self._parameters, indent=2, ensure_ascii=False)
+
+
+class RunTensorBoard(TensorBoardCallback):
+    """TensorBoard's events with the parameters of the resolved run."""
+
+    def __init__(self, folder: str, parameters: dict[str, Any]):
+        super().__init__()
+        self.logging_dir, self.parameters = folder, parameters
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(_RunParameters(args, self.parameters), state, control, **kwargs)  # type: ignore[arg-type]
+
+
+class RunWandb(WandbCallback):
+    """Weights & Biases with the parameters of the resolved run."""
+
+    def __init__(self, parameters: dict[str, Any]):
+        super().__init__()
+        self.parameters = parameters
+
+    def setup(self, args, state, model, **kwargs):
+        super().setup(_RunParameters(args, self.parameters), state, model, **kwargs)  # type: ignore[arg-type]
+
+
+class VisualDLCallback(TrainerCallback):
+    """Scalars of every log line, and the parameters of the resolved run, into VisualDL's event files."""
+
+    def __init__(self, writer: Any, parameters: dict[str, Any]):
+        self.writer, self.parameters = writer, parameters
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.writer.add_text("args", json.dumps(self.parameters, indent=2, ensure_ascii=False), 0)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
@@ -103,14 +146,14 @@ def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
             logger.info("visualdl is not installed: events go to TensorBoard files in %s", folder)
             wanted.add("tensorboard")
         else:
-            callbacks.append(VisualDLCallback(visualdl))
+            callbacks.append(VisualDLCallback(visualdl, run.as_parameters()))
     elif "visualdl" in wanted:
         wanted.add("tensorboard")
     if "tensorboard" in wanted:
-        callbacks.append(_tensorboard(folder))
+        callbacks.append(RunTensorBoard(folder, run.as_parameters()))
     if "wandb" in wanted:
         try:
-            callbacks.append(WandbCallback())
+            callbacks.append(RunWandb(run.as_parameters()))
         except RuntimeError as error:
             raise GptlmError("--report_to wandb: wandb is not installed; pip install wandb") from error
     return callbacks
@@ -122,9 +165,3 @@ def _visualdl_writer(folder: str) -> Any:
     except Exception:  # visualdl 2.5.3 fails in its own imports in several ways
         return None
     return LogWriter(logdir=folder)
-
-
-def _tensorboard(folder: str) -> TrainerCallback:
-    callback = TensorBoardCallback()
-    callback.logging_dir = folder
-    return callback
