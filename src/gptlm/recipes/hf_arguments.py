@@ -66,6 +66,7 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
         ignore_data_skip=True,  # the sampler starts at the consumed sample
         ddp_find_unused_parameters=False,
         log_level="error",
+        log_level_replica="error",
     )
     arguments.device  # noqa: B018 - starts the process group and counts the GPUs
     arguments._n_gpu = min(arguments._n_gpu, 1)  # more would mean nn.DataParallel, which is slow and changes batches
