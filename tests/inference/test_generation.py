@@ -207,18 +207,18 @@ def test_cut_prompts_are_said(model, tokenizer, caplog, monkeypatch):
     assert "1 of 2 prompts are longer than --src_length 2" in caplog.text and "are used: prompt 2" in caplog.text
 
 
-def test_messages_about_a_prompt_name_it(model, caplog, monkeypatch):
+def test_messages_about_a_prompt_name_it(caplog, monkeypatch):
     """Twelve of fifteen have no room for 30 new ids in a table of 40: ten are named."""
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     rows = [[1]] * 3 + [[1] * 11] * 11 + [[1] * 35]
     names = [f"line {number}" for number in range(1, 16)]
-    check_rows(rows, model.config, 30, names)
+    check_rows(rows, 40, 512, 30, names)
     assert "12 of 15 prompts leave no room for 30 new tokens" in caplog.text and "leaves room for 5)" in caplog.text
     assert "line 4; line 5;" in caplog.text and "line 13; and 2 more" in caplog.text
     with pytest.raises(GptlmError, match="^line 2: the prompt of 40 tokens fills"):
-        check_rows([[1], [1] * 40], model.config, 1, names[:2])
+        check_rows([[1], [1] * 40], 40, 512, 1, names[:2])
     with pytest.raises(GptlmError, match="^line 2: the prompt holds the token id 512"):
-        check_rows([[1], [512]], model.config, 1, names[:2])
+        check_rows([[1], [512]], 40, 512, 1, names[:2])
 
 
 def test_a_long_row_shortens_its_own_batch_only(model):

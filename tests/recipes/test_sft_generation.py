@@ -67,6 +67,18 @@ def test_the_base_model_s_generation_settings_steer_neither(model, tmp_path):
     assert tokenizer.decode(other, skip_special_tokens=True).strip() != found[0]["prediction"]
 
 
+def test_a_prompt_without_room_is_named_and_shortens_its_own_batch(model, tmp_path, capsys):
+    """60 of 64 positions are the second prompt's."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    long = tokenizer.decode(tokenizer("the cat sat on the mat and " * 20)["input_ids"][:60])
+    rows = [{"src": "the cat", "tgt": "a"}, {"src": long, "tgt": "a"}]
+    words = ("--tgt_length", 10, "--src_length", 61, "--max_length", 64, "--per_device_eval_batch_size", 1)
+    _, found = evaluate(model, tmp_path, rows, *words)
+    said = capsys.readouterr().out
+    assert "1 of 2 prompts leave no room for 10 new tokens" in said and ": evaluation prompt 2\n" in said
+    assert found[0]["prediction"] == predicted(model, tmp_path, ["the cat"], "--tgt_length", 10)[0].strip()
+
+
 def test_nan_weights_end_the_evaluation(model, tmp_path):
     shutil.copytree(model, tmp_path / "m")
     weights = GPT2LMHeadModel.from_pretrained(model)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
-    GPT2Config,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -76,7 +75,7 @@ def continue_prompts(
         GptlmError: if a prompt leaves no room in the position table, or the logits are not finite.
     """
     rows = encode_prompts(tokenizer, prompts, max_prompt_tokens)
-    check_rows(rows, model.config, max_new_tokens)
+    check_rows(rows, model.config.n_positions, model.config.vocab_size, max_new_tokens)
     settings = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "stop_at_eol": stop_at_eol}
     for ids in continue_apart(model, tokenizer, rows, sampling=sampling, **settings):  # type: ignore[arg-type]
         yield text_of(tokenizer, ids)
@@ -207,17 +206,18 @@ def encode_prompts(
     return [row[-longest:] or [tokenizer.eos_token_id] for row in rows]  # empty: start a new document
 
 
-def check_rows(rows: Sequence[list[int]], config: GPT2Config, wanted: int, names: Sequence[str] | None = None) -> None:
+def check_rows(
+    rows: Sequence[list[int]], positions: int, vocab_size: int, wanted: int, names: Sequence[str] | None = None
+) -> None:
     """Judge prompts before they are continued; log those that get fewer than the `wanted` new tokens.
 
     Args:
-        config: of the model.
+        positions, vocab_size: of the model.
         names: of the rows, for messages.
 
     Raises:
         GptlmError: if a row has an id beyond the vocabulary, or fills the position table.
     """
-    positions, vocab_size = config.n_positions, config.vocab_size
     named = list(zip(names or numbered(len(rows)), rows, strict=True))
     for name, row in named:
         if max(row) >= vocab_size:

@@ -47,7 +47,7 @@ class Stream(BaseStreamer):
         sampling: Sampling = GREEDY,
         stop_at_eol: bool = False,
     ):
-        check_rows([row], model.config, 1, ["the prompt"])
+        check_rows([row], model.config.n_positions, model.config.vocab_size, 1, ["the prompt"])
         self.ids: list[int] = []
         self._model, self._tokenizer, self._row = model, tokenizer, row
         self._stops = stop_ids(model, tokenizer, stop_at_eol)

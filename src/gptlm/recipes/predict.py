@@ -43,7 +43,7 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     model, tokenizer = load(arguments)
     rows = encode_prompts(tokenizer, texts, arguments.src_length, names)
     settings = _settings(arguments, texts)
-    check_rows(rows, model.config, arguments.tgt_length, names)
+    check_rows(rows, model.config.n_positions, model.config.vocab_size, arguments.tgt_length, names)
     with doing("generating"):
         results = _results(model, tokenizer, rows, arguments, settings)
     if arguments.output_file:

@@ -17,7 +17,7 @@ from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targ
 from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
 from gptlm.data.turns import Example, beginning
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.generation import before, continue_rows, text_of
+from gptlm.inference.generation import before, check_rows, continue_rows, text_of
 from gptlm.recipes.sft_sources import Sources, read
 from gptlm.training.sft import Continuation
 
@@ -113,6 +113,8 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     if not run.data.eval_with_do_generation or not data.prompts:
         return None
     prompts = [prompt.ids for prompt in data.prompts]
+    names = [f"evaluation prompt {number}" for number in range(1, len(prompts) + 1)]
+    check_rows(prompts, run.shape.max_position_embeddings, run.shape.vocab_size, run.data.tgt_length, names)
 
     def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
         new = continue_rows(
