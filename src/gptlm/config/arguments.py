@@ -196,3 +196,4 @@ class TrainingArguments:
     disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar")
     skip_memory_metrics: bool = arg(True, "false adds memory use to the log lines")
     dataloader_num_workers: int = arg(0, "processes that read samples ahead")
+    ddp_timeout: int = arg(1800, "seconds a process waits for the others before it gives up")

@@ -16,6 +16,7 @@ TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
 SHARE_UNIT = 1_000_000
 AT_LEAST_ONE = (
     "per_device_eval_batch_size",
+    "ddp_timeout",
     "virtual_pp_degree",
     "loss_scale_window",
     "hysteresis",

@@ -76,6 +76,7 @@ class EvaluateArguments:
     )
     json: bool = arg(False, "print the result as one JSON object alone on stdout, everything else on stderr")
     logging_freq: int = arg(10, "batches between lines of progress")
+    ddp_timeout: int = arg(1800, "seconds a process waits for the others before it gives up")
     device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
     bf16: bool = arg(False, "load the weights in bfloat16; the loss is float32")
     fp16: bool = arg(False, "load the weights in float16; the loss is float32; float32 on a CPU")
@@ -161,7 +162,8 @@ def _settle_task(parsed: Parsed) -> None:
 
 
 def _numbers(parsed: Parsed) -> Iterator[str]:
-    for name in ("batch_size", "logging_freq", "max_seq_length", "overlapping_eval", "max_examples", "seq_length"):
+    numbers = ("batch_size", "logging_freq", "ddp_timeout", "max_seq_length", "overlapping_eval", "max_examples")
+    for name in (*numbers, "seq_length"):
         if parsed.values[name] is not None and parsed.values[name] < 1:
             yield f"--{named(name)} {parsed.values[name]}: expected at least 1"
 

@@ -105,6 +105,7 @@ IGNORED = {
 }
 
 REFUSED = {
+    "distributed_timeout_minutes": ((), "it is --ddp_timeout now, in seconds"),
     "batch_size": ((), "it is --micro-batch-size now, the batch of one process"),
     "warmup": ((), "it is --lr-warmup-fraction now"),
     "model_parallel_size": ((), "it is --tensor-model-parallel-size now"),

@@ -32,6 +32,7 @@ from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
+from gptlm.recipes.waiting import join_by_cpu
 from gptlm.training.logging import start_logging
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
         GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), process_group_closed():
+    quiet = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
+    with quiet, process_group_closed(arguments.ddp_timeout):
         start_logging(speaks=rank == 0)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -66,8 +68,7 @@ def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
     source = _source(name, base_hint(adapters))
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")  # a few sums, on the CPU
+    join_by_cpu(arguments.ddp_timeout)  # a few sums
     model, _ = load_for_inference(source, _device(machine.device), dtype=machine.dtype, lora_path=adapters)
     sums = _sums(model, task, arguments, (rank, world))
     report = {

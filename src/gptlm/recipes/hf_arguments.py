@@ -15,6 +15,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback, rewrit
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.recipes.machine import Machine
+from gptlm.recipes.waiting import join_by_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     training = run.training
+    if machine.device == "cpu":
+        join_by_cpu(training.ddp_timeout)  # transformers passes no time limit to gloo
     arguments = TrainingArguments(
         output_dir=training.output_dir,
         per_device_train_batch_size=run.step_batch,
@@ -65,6 +68,7 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
         dataloader_num_workers=training.dataloader_num_workers,
         ignore_data_skip=True,  # the sampler starts at the consumed sample
         ddp_find_unused_parameters=False,
+        ddp_timeout=training.ddp_timeout,
         log_level="error",
         log_level_replica="error",
     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gptlm.errors import UsageError
+from gptlm.recipes.waiting import waits_limited
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +91,23 @@ def use_device(machine: Machine) -> None:
 
 
 @contextmanager
-def process_group_closed() -> Iterator[None]:
+def process_group_closed(seconds: int) -> Iterator[None]:
     """Leave no process group behind: gloo's threads abort the process at exit otherwise.
+
+    A wait for other processes that took longer than `seconds`, which the group was made with, becomes a GptlmError.
 
     What holds the group (the trainer, its wrapped model) must be out of reach when the block ends. A group that was
     there before stays: who opened it closes it.
     """
     if dist.is_initialized():
-        yield
+        with waits_limited(seconds):
+            yield
         return
     try:
-        yield
-        if dist.is_initialized():
-            dist.barrier()  # nobody takes the group from under another process
+        with waits_limited(seconds):
+            yield
+            if dist.is_initialized():
+                dist.barrier()  # nobody takes the group from under another process
     finally:
         if dist.is_initialized():
             gc.collect()  # the trainer is part of reference cycles

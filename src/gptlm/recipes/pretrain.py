@@ -59,7 +59,7 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     start, machine = begin(run)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    with output_locked(run), process_group_closed():
+    with output_locked(run), process_group_closed(run.training.ddp_timeout):
         return _run(run, machine, corpora, start)
 
 
@@ -73,7 +73,7 @@ def _run(
         start_deepspeed(on_cpu=machine.device == "cpu")
     arguments = hf_arguments(run, machine, deepspeed)
     say_data(run, corpora)
-    datasets = build_datasets(run, corpora, arguments)
+    datasets = build_datasets(run, corpora)
     say_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
     say_missing_ends(run, corpora, tokenizer)

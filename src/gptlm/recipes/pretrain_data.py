@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
-from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
@@ -30,6 +29,7 @@ from gptlm.data.splits import (
 )
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.mesh import Mesh
+from gptlm.recipes.waiting import one_first
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +116,14 @@ def samples_per_epoch(dataset: PretrainingDataset | None) -> float | None:
 
 
 @doing("building the sample index")
-def build_datasets(run: PretrainRun, corpora: list[Corpus], arguments: HFTrainingArguments) -> Datasets:
+def build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
     """Checked datasets; one process per node builds the index (one in all with share_folder), the others wait.
 
     Raises:
-        GptlmError: if ids do not fit the model, a split is too short, or one that is needed is empty.
+        GptlmError: if ids do not fit the model, a split is too short, one that is needed is empty, or building takes
+            longer than `--ddp_timeout`.
     """
-    with arguments.main_process_first(local=not run.data.share_folder, desc="the sample index"):
+    with one_first("the sample index", run.training.ddp_timeout, per_node=not run.data.share_folder):
         return load_or_build_datasets(run, corpora)
 
 

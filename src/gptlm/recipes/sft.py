@@ -65,7 +65,7 @@ def sft(run: SftRun) -> dict[str, float]:
     done = start.facts["global_step"] if start else 0
     last = done + steps_left(run.training.num_train_epochs, position, *steps)
     run = with_epochs_counted(run, steps_in(*steps), last_step=last)
-    with output_locked(run), process_group_closed():
+    with output_locked(run), process_group_closed(run.training.ddp_timeout):
         metrics = _run(run, machine, tokenizer, new_tokens, data, start, position, promise)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
