@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of, stage_of
+from gptlm.errors import GptlmError, doing, from_worker, is_out_of_memory, reason_of, stage_of
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,26 @@ from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of, stage_o
 )
 def test_a_reason_is_a_whole_sentence(error, says):
     assert reason_of(error) == says
+
+
+class Failing(torch.utils.data.Dataset):
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, number):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [GptlmError("the file is cut: copy it again"), ZeroDivisionError("division by zero")])
+def test_an_error_of_a_loading_process_is_that_error_without_its_traceback(error):
+    with pytest.raises(type(error)) as caught:
+        list(torch.utils.data.DataLoader(Failing(error), num_workers=1))
+    assert "Traceback" in str(caught.value)
+    assert from_worker(str(caught.value)) == str(error)
+    assert from_worker(str(error)) == str(error)
 
 
 def test_torchs_page_about_pickles_is_one_sentence(tmp_path):

@@ -142,6 +142,15 @@ def test_memory_that_does_not_suffice_is_one_sentence_with_advice(fails, command
     assert ("--recompute" in said) == (command in ("pretrain", "sft"))
 
 
+def test_a_process_that_is_gone_is_not_blamed_on_the_others(fails, monkeypatch):
+    """gloo's words to those that wait for it."""
+    monkeypatch.setenv("RANK", "0")
+    words, owner, name, stage = CASES["evaluate"]
+    gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:5")
+    said = fails(f"evaluate {words}", owner, name, gone).strip().splitlines()[-1]
+    assert f"rank 0: error: another process of this run ended {stage}; what it says itself is the cause" in said
+
+
 def test_interrupts_and_our_own_errors_stay_what_they_are(fails, tmp_path):
     words, owner, name, _ = CASES["tokenizer"]
     assert fails(f"tokenizer {words}", owner, name, KeyboardInterrupt(), code=130) == "gptlm tokenizer: interrupted\n"

@@ -36,7 +36,7 @@ from gptlm.config.tools import (
     parse_preprocess,
     parse_tokenizer,
 )
-from gptlm.errors import GptlmError, UsageError
+from gptlm.errors import GptlmError, UsageError, from_worker
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
 from gptlm.model.adapter_files import base_and_adapters, settings_of
 from gptlm.quiet import quiet_libraries
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GptlmError as error:
-        print(_with_prefix(name, str(error)), file=sys.stderr)
+        print(_with_prefix(name, from_worker(str(error))), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)

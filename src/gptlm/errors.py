@@ -7,6 +7,7 @@ from contextlib import contextmanager
 TERMINAL_CODE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\"'`])")
+WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 STAGE = "while "  # begins the note that `doing` leaves on an exception
 _FLAG = re.compile("(--)?\0(\\w+)\0")
 
@@ -70,7 +71,7 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, KeyError) and error.args:
         return f"{error.args[0]!r} is missing"
-    text = CONTROL.sub("", TERMINAL_CODE.sub("", str(error)))
+    text = CONTROL.sub("", TERMINAL_CODE.sub("", from_worker(str(error))))
     sentence = ""
     for line in filter(None, map(str.strip, text.splitlines())):
         sentence = f"{sentence} {line}".strip()
@@ -78,6 +79,14 @@ def reason_of(error: BaseException) -> str:
             break
     first = SENTENCE_END.split(" ".join(sentence.split()))[0].rstrip(".:,; ")
     return first or type(error).__name__
+
+
+def from_worker(text: str) -> str:
+    """`text` without the traceback that torch puts around an exception of a process that loads data."""
+    if not WORKER.match(text):
+        return text
+    kind, _, own = text.rstrip().rpartition("\n")[2].partition(": ")
+    return own or kind
 
 
 @contextmanager

@@ -54,6 +54,8 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
         asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         what = f"memory does not suffice {stage}" + (f" ({asked[1]} more were asked for)" if asked else "")
         line = f"{what}; {MEMORY_ADVICE.get(command, 'free memory, or take a machine with more')}"
+    elif _is_of_another_process(error):
+        line = f"another process of this run ended {stage}; what it says itself is the cause"
     else:
         reason, kind = reason_of(error), type(error).__name__
         line = f"{stage}: {kind if reason == kind else f'{kind}: {reason}'}"
@@ -61,6 +63,13 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
         traceback.print_exception(error)
         return line
     return f"{line}; {_written(error, command)}"
+
+
+def _is_of_another_process(error: Exception) -> bool:
+    """Whether a message to another process failed because that one is gone; waiting too long is something else."""
+    text = str(error)
+    gone = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError")
+    return isinstance(error, RuntimeError) and any(words in text for words in gone)
 
 
 def _written(error: Exception, command: str) -> str:

@@ -720,6 +720,21 @@ def test_random_states_that_numpy_1_wrote_are_read(train, tmp_path, capsys):
     assert "random states" not in capsys.readouterr().out
 
 
+def test_a_damaged_history_is_a_damaged_checkpoint(train, tmp_path):
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    history = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
+    history.write_text("x" * history.stat().st_size)
+    with pytest.raises(GptlmError, match=r"checkpoint-3 is damaged: trainer_state.json cannot be read"):
+        train()
+
+
+def test_results_that_cannot_be_written_are_one_sentence(train, tmp_path):
+    (tmp_path / "out" / "train_results.json.incomplete").mkdir(parents=True)
+    with pytest.raises(GptlmError, match=r"cannot write the results .*train_results.json: Is a directory"):
+        train()
+
+
 def test_when_no_checkpoint_is_whole_nothing_is_overwritten(train, tmp_path):
     train()
     cut_back_to(tmp_path / "out", 3)

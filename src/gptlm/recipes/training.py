@@ -217,7 +217,9 @@ def report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> No
     for line in table(name, metrics):
         logger.info("%s", line)
     if trainer.args.should_save:
-        write_results(Path(trainer.args.output_dir or ""), name, metrics, trainer.evaluated)
+        folder = Path(trainer.args.output_dir or "")
+        with checkpoint.writing(folder / f"{name}_results.json", "the results"):
+            write_results(folder, name, metrics, trainer.evaluated)
 
 
 def say_run(run: Run, examples: int, tokens_per_example: int) -> None:

@@ -21,6 +21,7 @@ from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 from gptlm.training.disk import is_of_writing, write_failure
 
 MANIFEST = "manifest.json"
+HISTORY = "trainer_state.json"
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -76,7 +77,18 @@ def read(path: Path) -> Checkpoint:
                 f"the checkpoint {path} is damaged: {name} is {'missing' if found is None else f'{found} bytes long'}, "
                 f"expected {size} bytes"
             )
+    _check_history(path)
     return Checkpoint(path, facts)
+
+
+def _check_history(path: Path) -> None:
+    """Raises GptlmError if the log of the run that the Trainer reads is damaged; a converted checkpoint has none."""
+    try:
+        json.loads((path / HISTORY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise GptlmError(f"the checkpoint {path} is damaged: {HISTORY} cannot be read ({reason_of(error)})") from error
 
 
 def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
