@@ -288,3 +288,9 @@ def test_half_a_surrogate_pair_is_named(tmp_path, form, place):
         assert next(records)[1]["src"] == "😀"
         with pytest.raises(GptlmError, match=f"train.json, {place}, {where}; mend it there"):
             list(records)
+
+
+def test_json_that_is_nested_too_deeply_is_broken_json(tmp_path):
+    (tmp_path / "d.jsonl").write_text("[" * 100_000)
+    with pytest.raises(GptlmError, match=r"d.jsonl, line 1: no valid JSON \(maximum recursion"):
+        list(read_records(tmp_path / "d.jsonl"))

@@ -156,3 +156,9 @@ def test_files_are_read_as_they_are(tmp_path):
         (f"{tmp_path}/f, line 1", "a b"),
         (f"{tmp_path}/f, line 3", "c d"),
     ]
+
+
+def test_json_that_is_nested_too_deeply_is_no_text(tmp_path):
+    (tmp_path / "l.jsonl").write_text("[" * 100_000)
+    with pytest.raises(GptlmError, match=r"l.jsonl, line 1: expected an object with a text"):
+        read_cloze(str(tmp_path / "l.jsonl"), None, "none")

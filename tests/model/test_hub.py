@@ -38,3 +38,12 @@ def test_without_network_one_sentence_and_no_waiting(cache, monkeypatch):
     ) as caught:
         hub_folder("other/model", weights=True)
     assert time.monotonic() - started < 10 and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_local_path_is_no_name_of_the_hub(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(GptlmError, match=f"tokenizer.json is a file; give the folder that holds it: {tmp_path}"):
+        hub_folder(str(tmp_path / "tokenizer.json"), weights=False)
+    for name in (str(tmp_path / "no"), "./no/where", "a/b/c", "~/model"):
+        with pytest.raises(GptlmError, match=f"{name}: there is no such folder"):
+            hub_folder(name, weights=False)

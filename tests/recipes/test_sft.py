@@ -786,3 +786,8 @@ def test_added_tokens_are_named(tune, capfd):
     tune("--additional_special_tokens", "a", "<user>", "--max_steps", 1)
     said = "".join(capfd.readouterr())
     assert "1 tokens are new in the vocabulary: <user>" in said and "the vocabulary already has a" in said
+
+
+def test_a_file_of_weights_is_no_model(model):
+    with pytest.raises(UsageError, match="model.safetensors is a file of weights; give the folder that holds it"):
+        parse_sft(["--model_name_or_path", str(model / "model.safetensors"), "--output_dir", "o"], {})

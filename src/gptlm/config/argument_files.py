@@ -34,7 +34,7 @@ def json_words(path: str) -> Iterator[Word]:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"cannot read the argument file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"the argument file {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"the argument file {path} holds no JSON object of flag -> value")

@@ -17,6 +17,7 @@ from gptlm.model.presets import (
     tokenizer_size,
 )
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pdparams")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 ROUND_VOCABULARY = 128  # PaddleNLP and Megatron pad the embedding to a multiple of this
 
@@ -62,6 +63,10 @@ def find_model(parsed: Parsed) -> ModelSource:
     if path.is_dir():
         weights = str(path) if has_weights(path) else None
         return ModelSource("folder", f"{path}/config.json", shape_of_config(path / "config.json"), None, weights)
+    if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
+        raise UsageError(
+            f"{named('model_name_or_path')} {name} is a file of weights; give the folder that holds it: {path.parent}"
+        )
     if path.is_file():
         return ModelSource("config", name, shape_of_config(path))
     preset = PRESETS.get(name.removesuffix(".json"))  # run_gpt3.sh says gpt3-13B-en.json

@@ -258,7 +258,7 @@ def _whole(text: str) -> Any:
     """The file as one JSON value; None where it is lines."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -288,7 +288,7 @@ def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
             continue
         try:
             yield f"{path}, line {number}", json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GptlmError(f"{path}, line {number}: no valid JSON ({error})") from error
 
 

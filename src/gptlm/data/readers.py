@@ -266,7 +266,7 @@ def _array_documents(stream: io.BufferedReader, file: Path) -> Iterator[tuple[in
             f"{file}, line {line}: not UTF-8 (byte {content[error.start : error.start + 1].hex()}); convert the file, "
             "for example `iconv -f GB18030 -t UTF-8`"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(f"{file}: broken JSON array: {error}") from error
     yield from enumerate(documents, start=1)
 

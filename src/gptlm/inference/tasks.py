@@ -193,7 +193,7 @@ def read_text(path: str) -> str:
 def _cloze_text(line: str, place: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise GptlmError(f'{place}: expected an object with a text, like {{"text": "..."}}') from error
     if not isinstance(text, str) or len(text.split()) < 2:
         raise GptlmError(f"{place}: LAMBADA needs a text of two words or more, found {str(text)[:40]!r}")

@@ -1,6 +1,7 @@
 """Built-in names to local folders: from the hub's cache, else downloaded, else one sentence and no waiting."""
 
 import os
+import re
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,14 +14,20 @@ from gptlm.model.presets import PRESETS, has_weights
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
 MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
 CONNECT_SECONDS = 5
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def hub_folder(hub_id: str, *, weights: bool) -> str:
     """The local folder with the tokenizer of `hub_id` and, if asked for, its weights.
 
     Raises:
-        GptlmError: if they are neither cached nor downloadable.
+        GptlmError: if they are neither cached nor downloadable, or it is a local path and no name of the hub.
     """
+    path = Path(hub_id)
+    if path.is_file():
+        raise GptlmError(f"{hub_id} is a file; give the folder that holds it: {path.parent}")
+    if not HUB_ID.fullmatch(hub_id):
+        raise GptlmError(f"{hub_id}: there is no such folder")
     files = MODEL_FILES if weights else TOKENIZER_FILES
     cached = _cached(hub_id)
     if cached is not None and (has_weights(cached) if weights else _has_tokenizer(cached)):

@@ -95,7 +95,7 @@ def read_config(path: Path) -> dict:
                 "model, and `gptlm merge-lora` makes a model of the two"
             ) from error
         raise GptlmError(f"cannot read the model config {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(f"the model config {path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise GptlmError(f"the model config {path} holds no JSON object")
@@ -149,5 +149,5 @@ def tokenizer_size(folder: Path) -> int | None:
         return max([*ids, *added], default=-1) + 1
     except OSError as error:
         raise GptlmError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise GptlmError(f"{file} is damaged ({error}); give a folder with a whole tokenizer") from error

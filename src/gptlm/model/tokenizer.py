@@ -117,7 +117,7 @@ def _read_json(path: Path) -> None:
         json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(f"{path} is damaged: no valid JSON ({error}); copy or download it again") from error
 
 
@@ -126,7 +126,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
         vocabulary = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise GptlmError(f"cannot read the vocabulary {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(
             f"the vocabulary {path} is not valid JSON ({error}); expected GPT-2's vocab.json, "
             "are vocabulary and merges file swapped?"

@@ -73,7 +73,7 @@ def _from_file(path: Path) -> list[Prompt]:
 def _from_array(content: bytes, place: str) -> list[Prompt]:
     try:
         items = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(f"{place}: broken JSON array: {error}") from error
     if not items:
         raise GptlmError(f"{place} holds no prompts; expected texts, or records with one")
@@ -104,7 +104,7 @@ def _prompt(record: Any, place: str) -> Prompt:
 def _record(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
