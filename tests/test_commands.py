@@ -158,6 +158,21 @@ def test_broken_documents_can_be_skipped(work):
     assert len(open_tokens(str(work / "some" / "x"))) == 2
 
 
+def test_half_a_surrogate_pair_is_named_by_every_command(work, monkeypatch, capfd):
+    (work / "half.jsonl").write_text('{"text": "aa bb"}\n{"text": "b\\ud83d"}\n' * 3)
+    monkeypatch.chdir(work)
+    words = ["--input_path", "half.jsonl"]
+    assert main(["tokenizer", *words, "--output_dir", "half", "--vocab_size", "300"]) == 1
+    said = "half.jsonl, line 2: the text under 'text' is not valid Unicode (character 2); mend it there"
+    assert said in capfd.readouterr().err and not list((work / "half").iterdir())
+    words += ["--model_name", "tok", "--output_prefix", "half/x"]
+    assert main(["preprocess", *words]) == 1
+    assert said in capfd.readouterr().err
+    assert main(["preprocess", *words, "--on_error", "skip"]) == 0
+    assert "3 broken documents were left out" in "".join(capfd.readouterr())
+    assert len(open_tokens(str(work / "half" / "x"))) == 3
+
+
 def test_data_without_an_end_of_document_is_named(work, monkeypatch, capfd):
     monkeypatch.chdir(work)
     words = "preprocess --input_path letters.txt --model_name tok --output_prefix ends/x".split()

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from gptlm.data import cutting, encoder
 from gptlm.data.encoder import TextEncoder
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
+from gptlm.recipes import evaluate
 from tests.conftest import ROOT
 
 PIECES = [
@@ -144,3 +145,18 @@ def test_a_long_document_takes_little_memory(tmp_path):
     peak, ids, length = map(float, result.stdout.split())
     assert peak < 150
     assert ids == length == 100_000 * len(tokenizer("So far, so good: the cat isn't on the mat.\n")["input_ids"])
+
+
+def test_a_tokenizer_trained_on_pieces_is_the_same(small_pieces):
+    many = list(texts(300, 60, seed=2))
+    pieces = list(cutting.in_pieces(many))
+    assert len(pieces) > 3 * len(many) and "".join(pieces) == "".join(many)
+    whole, cut = train_tokenizer(many, 600), train_tokenizer(pieces, 600)
+    assert whole.backend_tokenizer.to_str() == cut.backend_tokenizer.to_str()
+
+
+def test_a_long_text_to_evaluate_has_the_same_ids(small_pieces, monkeypatch):
+    monkeypatch.setattr(evaluate, "PIECE", 5)
+    tokenizer = train_tokenizer(list(texts(100, 60)), 400)
+    for text in texts(100, 60, seed=3):  # end-of-text tokens written in a text are tokens here
+        assert evaluate._ids(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -17,10 +17,10 @@ which begins with its apostrophe, has a letter or digit before a character that 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,15 @@ class Cutter:
         left, right = text[max(0, cut - reach) : cut], text[cut : cut + reach]
         first, second, both = self._encode([left, right, left + right])
         return first + second == both
+
+
+def in_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """`texts`, long ones in pieces, for the training of a byte-level BPE, which only counts GPT-2's words."""
+    splitter = Tokenizer(models.BPE())
+    splitter.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cutter = Cutter(splitter, False, lambda texts: [])
+    for text in texts:
+        yield from cutter.pieces(text) if len(text) > 2 * PIECE else (text,)
 
 
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:

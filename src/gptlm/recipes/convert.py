@@ -26,6 +26,7 @@ from gptlm.checkpoints.paddle_writing import check_writable, write_paddle
 from gptlm.checkpoints.source import Asked, Source
 from gptlm.checkpoints.verify import difference, fixed_batch, logits_of, logits_of_folder
 from gptlm.config.converting import Conversion, ConvertArguments, ReadingArguments, WritingArguments
+from gptlm.data.durable import flush_folder, flush_tree
 from gptlm.errors import GptlmError, UsageError, doing
 from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
@@ -130,7 +131,9 @@ def _written(output: Path) -> Iterator[Path]:
                 yield staging
                 if output.is_dir():
                     output.rmdir()
+                flush_tree(staging)  # a conversion is looked for by its name alone
                 staging.rename(output)
+                flush_folder(output.parent)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
                 Path(lock.lock_file).unlink(missing_ok=True)

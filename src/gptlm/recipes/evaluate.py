@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.evaluation import EvaluateArguments
 from gptlm.data.corpus import holds_records, read_texts
+from gptlm.data.cutting import PIECE, Cutter
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import tokenizer_folder
@@ -148,7 +149,7 @@ def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows
 def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
     """Ids of a text file, read as one piece, and its original tokens."""
     text = read_text(arguments.eval_path or "")
-    ids = tokenizer(detokenize(text, arguments.detokenizer), add_special_tokens=False)["input_ids"]
+    ids = _ids(tokenizer, detokenize(text, arguments.detokenizer))
     return np.array(ids, dtype=np.int64), len(text.strip().split(" "))
 
 
@@ -162,6 +163,16 @@ def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerB
     logger.info("%s: the texts under %r of %d documents, end to end%s", path, key, len(texts), end)
     ids = encode_documents([detokenize(text, arguments.detokenizer) for text in texts], tokenizer)
     return np.array(ids, dtype=np.int64), sum(len(text.strip().split(" ")) for text in texts)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of `text`, of which a long one is encoded in pieces: in one it takes 140 bytes per character."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    pieces = Cutter(tokenizer.backend_tokenizer, True, encode).pieces(text) if len(text) > 2 * PIECE else [text]
+    return [number for piece in pieces for number in encode([piece])[0]]
 
 
 def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gptlm.config.tools import TokenizerArguments
 from gptlm.data.corpus import read_texts
+from gptlm.data.cutting import in_pieces
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
 from gptlm.training.disk import write_failure
@@ -30,7 +31,7 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     first = next((text for text in texts if text.strip()), None)
     if first is None:
         raise GptlmError(f"{arguments.input_path} holds no text under {arguments.json_key!r} to train on")
-    texts = chain([first], texts)
+    texts = in_pieces(chain([first], texts))
     trained = train_tokenizer(texts, arguments.vocab_size, min_frequency=arguments.min_frequency)
     if len(trained) < arguments.vocab_size:
         logger.warning(
