@@ -160,7 +160,10 @@ def test_evaluation_is_cross_entropy_on_the_same_windows(train, tmp_path, corpus
     assert len(evaluations) == 3 and len(set(evaluations)) == 1  # weights stand still, so must the windows
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     corpora = open_corpora(str(corpus_folder / "mmap"), "80,10,10")
-    for split, samples, size in (("valid", 2 * 2 * 3, 4), ("test", 2 * 2 * 10, 40)):
+    (corpus,) = corpora
+    count = (corpus.token_count("test") - 1) // 16
+    assert count < 2 * 2 * 10  # ten times the batches are more than the test split has: each sample once
+    for split, samples, size in (("valid", 2 * 2 * 3, 4), ("test", count, count)):
         dataset = build_split(corpora, split, num_samples=samples, seq_length=16, seed=42, cache=IndexCache([]))
         tokens = torch.tensor(np.stack([dataset[i] for i in range(size)]))
         by_hand = F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
