@@ -858,7 +858,7 @@ def test_an_evaluation_of_many_passes_is_one_over_the_split(train, tmp_path, cap
         assert metrics[f"{name}_loss"] == pytest.approx(by_hand, abs=1e-5)
         evaluated = metrics[f"{name}_samples_per_second"] * metrics[f"{name}_runtime"]
         assert evaluated == pytest.approx(count, rel=0.05)
-        line = f"{name}_iters: {wanted:,} samples, {wanted / count:.3g} passes over the {split} split would be read: "
+        line = f"{name}_iters: {wanted:,} samples, {wanted / count:,.0f} passes over the {split} split would be read: "
         assert said.count(f"{line}each of its {count} samples is evaluated once, the loss is that of the split") == 1
 
 

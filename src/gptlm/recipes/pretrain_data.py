@@ -97,7 +97,8 @@ def say_evaluations(run: PretrainRun, corpora: list[Corpus], datasets: Datasets)
         wanted, whole = _wanted(run, split), _whole_split(run, corpora, split)
         if datasets[split] is None or not whole:
             continue
-        passes = f"{wanted:,} samples, {wanted / whole:.3g} passes over the {split} split"
+        count = wanted / whole
+        passes = f"{wanted:,} samples, {count:{',.0f' if count >= 100 else '.3g'}} passes over the {split} split"
         if wanted <= whole:
             outcome = "are read by an evaluation"
         elif isinstance(datasets[split], BlendedDataset):

@@ -152,6 +152,8 @@ def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
     """What fixes which samples come when."""
     digest = hashlib.sha256()
     for sample in data.train:
+        if len(sample) > 1:  # packed: where a sample begins is a part of the order
+            digest.update(len(sample).to_bytes(8, "little"))
         for row in sample:
             digest.update(row.ids.tobytes())
             digest.update(row.learnt.tobytes())
