@@ -79,14 +79,16 @@ def test_a_prompt_without_room_is_named_and_shortens_its_own_batch(model, tmp_pa
     assert found[0]["prediction"] == predicted(model, tmp_path, ["the cat"], "--tgt_length", 10)[0].strip()
 
 
-def test_nan_weights_end_the_evaluation(model, tmp_path):
+@pytest.mark.parametrize("count", [1, 0])
+def test_nan_weights_end_the_evaluation(model, tmp_path, count):
+    """Whether texts are generated or not."""
     shutil.copytree(model, tmp_path / "m")
     weights = GPT2LMHeadModel.from_pretrained(model)
     with torch.no_grad():
         weights.transformer.ln_f.bias[0] = float("nan")
     weights.save_pretrained(tmp_path / "m")
     with pytest.raises(GptlmError, match="/m computes NaN or infinity: 1 of its .*ln_f.bias"):
-        evaluate(tmp_path / "m", tmp_path, [{"src": "the cat", "tgt": "the mat"}])
+        evaluate(tmp_path / "m", tmp_path, [{"src": "the cat", "tgt": "the mat"}], "--generate_num", count)
     assert not (tmp_path / "out/eval_results.json").exists()
 
 

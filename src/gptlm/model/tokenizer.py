@@ -196,6 +196,7 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
     No entry is added; a padding token that there is stays.
     """
     tokenizer.model_max_length = positions
+    tokenizer.deprecation_warnings[TOO_LONG] = True  # training cuts its texts itself
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
 

@@ -45,7 +45,7 @@ def read_prompts(arguments: PredictArguments) -> list[Prompt]:
 def _from_stdin() -> list[Prompt] | None:
     """One prompt per line, or JSON lines as in a .jsonl if every line is such a record; None if there is nothing."""
     logger.info("reading prompts from standard input (--prompt and --input_file give others)")
-    lines = _lines(sys.stdin.buffer.read(), "standard input")
+    lines = _lines(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")  # None: it is closed
     if not lines:
         logger.warning("standard input is empty: the built-in prompts are continued")
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from gptlm.config.sft import SftRun
 from gptlm.data.epochs import Filled
@@ -114,15 +115,18 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
         return None
     prompts = [prompt.ids for prompt in data.prompts]
     names = [f"evaluation prompt {number}" for number in range(1, len(prompts) + 1)]
-    check_rows(prompts, run.shape.max_position_embeddings, run.shape.vocab_size, run.data.tgt_length, names)
+    positions, longest = run.shape.max_position_embeddings, run.data.tgt_length
+    check_rows(prompts, positions, run.shape.vocab_size, longest, names)
 
     def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
+        # with sharded weights a process runs the model for as long as any other still generates: all of them must fit
+        together = is_deepspeed_zero3_enabled()
         new = continue_rows(
             model,
             tokenizer,
             rows,
             batch_size=run.training.per_device_eval_batch_size,
-            max_new_tokens=run.data.tgt_length,
+            max_new_tokens=min(longest, positions - max(map(len, prompts))) if together else longest,
         )
         return [text_of(tokenizer, ids) for ids in new]
 
