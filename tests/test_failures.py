@@ -92,7 +92,7 @@ CASES = {
         "--input_path text.jsonl --output_dir OUT --vocab_size 300",
         *(transformers.GPT2Tokenizer, "save_pretrained", "while running gptlm tokenizer"),
     ),
-    "predict": ("--model_name_or_path base --device cpu --tgt_length 2", *LAYER, "while generating"),
+    "predict": ("--model_name_or_path base --device cpu --tgt_length 2 --prompt the", *LAYER, "while generating"),
     "evaluate": (
         "--task TEXT --eval_path text.jsonl --model_name_or_path base --device cpu --max_seq_length 16",
         *LAYER,
