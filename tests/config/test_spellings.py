@@ -238,3 +238,32 @@ def test_help_of_fine_tuning_states_its_own_defaults(tmp_path):
         f"--model_name_or_path {save_model(tmp_path / 'm')} --output_dir o --learning_rate 1e-3 --lr_decay_ratio 0.5"
     )
     assert parse_sft(words.split(), {}).training.min_learning_rate == 5e-4
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_a_file_of_training_arguments_may_nest_what_has_no_effect(tmp_path, ending):
+    """As transformers and TRL write them: lists that are empty ask for nothing, mappings are named or refused."""
+    content = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "fsdp": [], "debug": [], "use_cpu": True}
+    content |= {"report_to": [], "seed": 7, "accelerator_config": {}}
+    file = tmp_path / f"a.{ending}"
+    file.write_text(json.dumps(content))
+    for vocabulary in (PRETRAIN, SFT):
+        parsed = parse(vocabulary, [str(file)])
+        assert (parsed.values["device"], parsed.values["seed"], parsed.values["report_to"]) == ("cpu", 7, [])
+        assert len(parsed.notes) == 1 and "gradient_checkpointing_kwargs" in parsed.notes[0]
+    for wrong, says in (
+        ({"accelerator_config": {"split_batches": True}}, "batches are split in one way"),
+        ({"output_dir": {"a": 1}}, "holds a nested value"),
+        ({"do_train": []}, "expected true or false"),
+    ):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(UsageError, match=says):
+            parse(PRETRAIN, [str(file)])
+
+
+def test_a_long_block_is_named_as_typed(tmp_path):
+    model = save_model(tmp_path / "m")
+    words = f"--model_name_or_path {model} --continue_training --block_size 4096 --output_dir o --input_dir d"
+    with pytest.raises(UsageError) as error:
+        parse_pretrain(words.split(), {})
+    assert str(error.value).startswith("--block_size 4096 is longer than the position table of 64; use --block_size 64")

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -41,21 +41,23 @@ def json_words(path: str) -> Iterator[Word]:
     for name, value in content.items():
         if value is None:
             continue  # null means: as if the flag were not there
-        _refuse_nested(f"{path}: {name!r}", value)
-        yield Word(canonical(name), as_texts(value), path, f"{path}: {name}")
+        yield _word(name, value, path, f"{path}: {name}")
 
 
 def yaml_words(tree: Tree) -> Iterator[Word]:
     """The flags in a YAML file without sections."""
-    for name, leaf in tree.items():
-        if leaf.value is not None:
-            _refuse_nested(f"{leaf.place}: {name!r}", leaf.value)
-            yield Word(canonical(name), as_texts(leaf.value), leaf.place, f"{name} ({leaf.place})")
+    for name, node in tree.items():
+        if isinstance(node, dict):
+            place = next((leaf.place for leaf in node.values() if isinstance(leaf, Leaf)), name)
+            yield _word(name, _plain(node), place, f"{name} ({place})")
+        elif node.value is not None:
+            yield _word(name, node.value, node.place, f"{name} ({node.place})")
 
 
-def has_sections(tree: Tree) -> bool:
-    """Whether the file is more than a list of flags."""
-    return any(isinstance(value, dict) for value in tree.values()) or "_base_" in tree
+def has_sections(tree: Tree, known: Collection[str]) -> bool:
+    """Whether the file is more than a list of flags; a mapping under a `known` word is its value."""
+    sections = (key for key, value in tree.items() if isinstance(value, dict) and canonical(key) not in known)
+    return any(sections) or "_base_" in tree
 
 
 def load_yaml(path: str) -> Tree:
@@ -118,7 +120,12 @@ def _tree(node: yaml.MappingNode, path: str, loader: yaml.SafeLoader) -> Tree:
     return found
 
 
-def _refuse_nested(place: str, value: Any) -> None:
+def _word(name: str, value: Any, place: str, typed: str) -> Word:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, (dict, list, types.NoneType)) for item in items):
-        raise UsageError(f"{place} holds a nested value; expected a string, number, boolean or list")
+        return Word(canonical(name), (json.dumps(value),), place, typed, nested=True)
+    return Word(canonical(name), as_texts(value), place, typed)
+
+
+def _plain(tree: Tree) -> dict[str, Any]:
+    return {key: _plain(node) if isinstance(node, dict) else node.value for key, node in tree.items()}

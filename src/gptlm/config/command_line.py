@@ -11,22 +11,23 @@ from gptlm.errors import UsageError
 Sections = Callable[[Configuration], Translation]  # what a FleetX configuration says to a command
 
 
-def read_words(argv: list[str], sections: Sections | None) -> Translation:
+def read_words(argv: list[str], sections: Sections | None, known: set[str]) -> Translation:
     """The words of `argv`, those of the file it names first: flags win over it.
 
     Args:
         sections: what a FleetX configuration says to the command; None: it reads none.
+        known: the words of the command; a mapping under one of them is its value, not a section.
 
     Raises:
         UsageError: if the file cannot be used.
     """
     files, overrides, rest = _files_of(argv)
-    found = _file_words(files, overrides, sections)
+    found = _file_words(files, overrides, sections, known)
     found.words += _split(rest, found.problems)
     return found
 
 
-def _file_words(files: list[str], overrides: list[str], sections: Sections | None) -> Translation:
+def _file_words(files: list[str], overrides: list[str], sections: Sections | None, known: set[str]) -> Translation:
     if not files:
         if overrides:
             raise UsageError(f"-o {overrides[0]} changes a configuration; name one with -c FILE.yaml")
@@ -39,7 +40,7 @@ def _file_words(files: list[str], overrides: list[str], sections: Sections | Non
     else:
         path = find(path)
         tree = load_yaml(path)
-    if tree is not None and has_sections(tree):
+    if tree is not None and has_sections(tree, known):
         if sections is None:
             raise UsageError(f"{path} is a configuration of FleetX, which pretrain, evaluate and predict read")
         return replace(sections(read_configuration(path, overrides)), from_sections=True)

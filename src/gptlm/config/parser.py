@@ -131,7 +131,7 @@ def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
     values = {name: _default(f) for name, (f, _) in flags.items()}
     parsed = Parsed(values, dict.fromkeys(values, "default"), [])
     problems: list[str] = []
-    found = read_words(list(argv), vocabulary.sections)
+    found = read_words(list(argv), vocabulary.sections, vocabulary.words())
     parsed.notes += found.notes
     parsed.refusals += found.refusals
     parsed.from_sections = found.from_sections
@@ -214,10 +214,11 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
         return
     if name in vocabulary.refused:
         off, reason = vocabulary.refused[name]
-        asked = " ".join(word.values) if word.values else "true"
-        if asked.lower() not in off:
-            raise UsageError(f"{word.typed} {asked}: {reason}")
+        if word.switched.lower() not in off:
+            raise UsageError(f"{word.typed} {word.switched}: {reason}")
         return
+    if word.nested:
+        raise UsageError(f"{word.typed} holds a nested value; expected a string, number, boolean or list")
     spellings = vocabulary.respelled.get(known, {})
     word = replace(word, values=tuple(spellings.get(value.lower(), value) for value in word.values))
     f, kind = flags[name]
@@ -258,7 +259,7 @@ def _resolve(
 
 def _settings(word: Word, meanings: Mapping[str, str]) -> list[Word]:
     """Our words for `word`, which is of `Vocabulary.settings`."""
-    asked = (" ".join(word.values) if word.values else "true").lower().removeprefix("torch.")
+    asked = word.switched.lower().removeprefix("torch.")
     if asked not in meanings and "true" in meanings:
         asked = "true" if asked in TRUE else "false" if asked in FALSE else asked
     if asked not in meanings:
@@ -330,7 +331,7 @@ def _whole(text: str) -> int:
 
 
 def _cast_bool(word: Word) -> bool:
-    text = " ".join(word.values).strip("'\"") if word.values else "true"
+    text = word.switched
     if text.lower() in TRUE:
         return True
     if text.lower() in FALSE:

@@ -194,7 +194,7 @@ def resolve_strategies(parsed: Parsed) -> None:
     if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
         parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
     if values["do_train"] and values["evaluation_strategy"] == "no" and parsed.given("eval_steps"):
-        parsed.note(f"--{named('eval_steps')} {values['eval_steps']} has no effect: evaluation is off (--do_eval)")
+        parsed.note(f"--{named('eval_steps')} {values['eval_steps']:g} has no effect: evaluation is off (--do_eval)")
     if values["disable_tqdm"] is None:
         parsed.values["disable_tqdm"] = False
     if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:

@@ -246,7 +246,7 @@ def _resolve_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[str]
             parsed.set(flag, value, f"{folder / CONFIG}")
         elif (sorted(values[flag]) if listed else values[flag]) != value:
             told = " ".join(value) if listed else f"{value:g}"
-            problems.append(f"{flag}: the adapters in {folder} have {told}; leave the flag out")
+            problems.append(f"{named(flag)}: the adapters in {folder} have {told}; leave the flag out")
     return problems
 
 

@@ -171,7 +171,8 @@ def _resolve_positions(parsed: Parsed, source: ModelSource, base: int | None) ->
             else f"--{named('max_position_embeddings')} {length}"
         )
         raise UsageError(
-            f"{flag} {length} is longer than the position table of {positions}; use --{flag} {positions}, or {remedy}"
+            f"{named(flag)} {length} is longer than the position table of {positions}; use --{named(flag)} "
+            f"{positions}, or {remedy}"
         )
 
 

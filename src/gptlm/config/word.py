@@ -12,12 +12,20 @@ class Word:
         values: as texts; none for a bare switch.
         place: where it came from, for `--print_config`: "--seed", "-o", "args.json", "configs/x.yaml:12".
         typed: the same for messages: "--seed", "-o Global.seed", "args.json: seed", "Global.seed (configs/x.yaml:12)".
+        nested: the value is a list or mapping of such, as JSON in `values`; no flag takes one.
     """
 
     name: str
     values: tuple[str, ...]
     place: str
     typed: str
+    nested: bool = False
+
+    @property
+    def switched(self) -> str:
+        """What is asked of a switch: where nothing follows it on the command line, "true"."""
+        bare = not self.values and self.place.startswith("--")
+        return "true" if bare else " ".join(self.values).strip("'\"")
 
 
 def canonical(name: str) -> str:
