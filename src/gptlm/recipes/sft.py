@@ -18,12 +18,12 @@ from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.base_weights import fingerprint_of, warn_of_other_base
 from gptlm.model.lora import add_adapters, load_adapters
-from gptlm.model.tokenizer import add_tokens, fit_to_model, has_tokenizer, load_tokenizer
+from gptlm.model.tokenizer import fit_to_model
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
 from gptlm.recipes.machine import Machine, process_group_closed
 from gptlm.recipes.merge_lora import merge
-from gptlm.recipes.model import make_model, tokenizer_folder, weights_folder
+from gptlm.recipes.model import make_model, weights_folder
 from gptlm.recipes.sft_data import (
     SftData,
     collator,
@@ -33,6 +33,7 @@ from gptlm.recipes.sft_data import (
     order_facts,
 )
 from gptlm.recipes.sft_sources import find_sources
+from gptlm.recipes.sft_tokenizer import check_tokenizer, find_sft_tokenizer
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.speed import speed_arguments
 from gptlm.recipes.start import check_output, check_shape, output_locked
@@ -56,7 +57,9 @@ def sft(run: SftRun) -> dict[str, float]:
     if run.lora.merge_weights and run.lora.lora:
         check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
     sources = find_sources(run)
-    tokenizer, new_tokens = _tokenizer(run)
+    tokenizer, new_tokens = find_sft_tokenizer(run)
+    if start is not None:
+        check_tokenizer(start.path, tokenizer)
     run = _with_room_for(run, tokenizer)
     fit_to_model(tokenizer, run.shape.max_position_embeddings)
     data = load_data(run, sources, tokenizer)
@@ -154,28 +157,6 @@ def _epochs(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None, pos
     )
 
 
-def _tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer, and the ids that are new to the model: of tokens added here, and of rows that its embedding lacks.
-
-    Raises:
-        GptlmError: if there is none, or it has no end-of-text token.
-    """
-    adapters = run.lora.lora_path if run.lora.lora_path and has_tokenizer(Path(run.lora.lora_path)) else None
-    name = run.model.tokenizer_name_or_path or adapters or run.model.model_name_or_path or ""
-    tokenizer = load_tokenizer(tokenizer_folder(name))
-    if tokenizer.eos_token_id is None:
-        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which an answer ends; add one to it")
-    before, rows = len(tokenizer), run.shape.vocab_size
-    if before > rows and name != adapters:
-        logger.warning(
-            "the tokenizer of %s has %d entries, the model's embedding %d rows: %d new rows start from random values; "
-            "is it the model's own tokenizer?", name, before, rows, before - rows,
-        )  # fmt: skip
-    if run.data.additional_special_tokens:
-        add_tokens(tokenizer, run.data.additional_special_tokens)
-    return tokenizer, list(range(min(before, rows), len(tokenizer)))
-
-
 def _with_room_for(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftRun:
     """The run with an embedding for every entry of the tokenizer."""
     entries = max(run.shape.vocab_size, len(tokenizer))
@@ -249,6 +230,11 @@ def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
         )
         if saved[key] != value
     ]
+    dropout = saved.get("lora_dropout") or 0.0
+    if dropout != run.lora.lora_dropout:
+        logger.warning(
+            "lora_dropout was %g in %s, is %g now: the new value holds", dropout, found.path.name, run.lora.lora_dropout
+        )
     if set(saved["target_modules"]) != set(run.lora.lora_target_modules):
         differences.append(f"lora_target_modules {' '.join(sorted(saved['target_modules']))} there")
     if differences:
