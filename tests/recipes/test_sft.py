@@ -791,3 +791,13 @@ def test_added_tokens_are_named(tune, capfd):
 def test_a_file_of_weights_is_no_model(model):
     with pytest.raises(UsageError, match="model.safetensors is a file of weights; give the folder that holds it"):
         parse_sft(["--model_name_or_path", str(model / "model.safetensors"), "--output_dir", "o"], {})
+
+
+def test_a_whole_model_with_added_tokens_resumes(tune, tmp_path):
+    """Its vocabulary is larger than that of the model that it started from."""
+    words = [*NO_DROPOUT, "--additional_special_tokens", "<x>"]
+    _, whole = tune(*words)
+    _, resumed = tune(*words, "--resume_from_checkpoint", tmp_path / "out/checkpoint-3", output="again")
+    assert losses(resumed) == losses(whole)
+    with pytest.raises(GptlmError, match=r"another tokenizer \(there alone: <x>\)"):
+        tune(*NO_DROPOUT)

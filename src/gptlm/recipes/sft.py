@@ -18,6 +18,7 @@ from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.base_weights import fingerprint_of, warn_of_other_base
 from gptlm.model.lora import add_adapters, load_adapters
+from gptlm.model.presets import shape_of_config
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.parallel.engine import start_deepspeed
 from gptlm.recipes.hf_arguments import hf_arguments
@@ -61,6 +62,8 @@ def sft(run: SftRun) -> dict[str, float]:
     if start is not None:
         check_tokenizer(start.path, tokenizer)
     run = _with_room_for(run, tokenizer)
+    if start is not None and not run.lora.lora:
+        check_shape(run, start)
     fit_to_model(tokenizer, run.shape.max_position_embeddings)
     data = load_data(run, sources, tokenizer)
     position, promise = _position(run, data, start)
@@ -218,8 +221,9 @@ def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
         raise GptlmError(
             f"the checkpoint {found.path} is of {what}; give {other}, another --output_dir, or --overwrite_output_dir"
         )
-    if not has_adapters:
-        check_shape(run, found)
+    if not has_adapters:  # tokens that are added count when the tokenizer is there
+        entries = shape_of_config(found.path / "config.json").vocab_size
+        check_shape(replace(run, shape=replace(run.shape, vocab_size=entries)), found)
         return
     saved = settings_of(found.path)
     differences = [
