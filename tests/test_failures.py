@@ -142,6 +142,16 @@ def test_memory_that_does_not_suffice_is_one_sentence_with_advice(fails, command
     assert ("--recompute" in said) == (command in ("pretrain", "sft"))
 
 
+def test_memory_is_not_called_a_damaged_model(fails):
+    """While the weights are loaded, where every other error of a library means that the folder is at fault."""
+    full = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory: you tried"
+    )
+    words = CASES["predict"][0]
+    said = fails(f"predict {words}", transformers.PreTrainedModel, "from_pretrained", full).strip().splitlines()[-1]
+    assert "error: memory does not suffice while loading the model; give a smaller" in said
+
+
 def test_a_process_that_is_gone_is_not_blamed_on_the_others(fails, monkeypatch):
     """gloo's words to those that wait for it."""
     monkeypatch.setenv("RANK", "0")

@@ -13,7 +13,7 @@ from gptlm.checkpoints.kinds import Found, is_zip_of_files, recognise
 from gptlm.checkpoints.megatron import MegatronSource
 from gptlm.checkpoints.paddle import PaddleSource, UnifiedSource
 from gptlm.checkpoints.source import Asked, Source
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,4 +68,4 @@ def _unpack(path: Path, folder: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(folder)  # which keeps inside the folder whatever the names are
     except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise GptlmError(f"{path} cannot be unpacked: {error}; copy or download it again") from error
+        raise GptlmError(f"{path} cannot be unpacked: {reason_of(error)}; copy or download it again") from error

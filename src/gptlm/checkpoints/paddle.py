@@ -20,7 +20,7 @@ from gptlm.checkpoints.naming import WPE, WTE, layer_and_part
 from gptlm.checkpoints.paddle_arrays import OnDisk, Renamed, tensors_of
 from gptlm.checkpoints.paddle_states import MASTERS, SCHEDULE, optimizer_of, states_of
 from gptlm.checkpoints.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.presets import read_config
 
 CONFIG, OLD_CONFIG = "config.json", "model_config.json"
@@ -215,7 +215,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     try:
         return _initial(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise GptlmError(f"{path} cannot be read ({error}); copy the folder again") from error
+        raise GptlmError(f"{path} cannot be read ({reason_of(error)}); copy the folder again") from error
 
 
 def _initial(content: Any) -> dict[str, Any]:
@@ -237,4 +237,4 @@ def _trainer_state(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise GptlmError(f"{path} is damaged ({error}); copy the folder again") from error
+        raise GptlmError(f"{path} is damaged ({reason_of(error)}); copy the folder again") from error

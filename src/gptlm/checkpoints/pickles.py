@@ -181,7 +181,7 @@ def _unpickler(path: Path, allowed: dict[tuple[str, str], Any]) -> type[pickle.U
 def _guarded(path: Path, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except GptlmError:
+    except (GptlmError, MemoryError):
         raise
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}") from error

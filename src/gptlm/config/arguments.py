@@ -193,7 +193,7 @@ class TrainingArguments:
     logging_dir: str | None = arg(None, "folder for event files; unset: output_dir/runs/<date>_<host>")
     report_to: list[str] = arg(["visualdl"], "visualdl, tensorboard, wandb, all or none", words=True)
     run_name: str | None = arg(None, "name of the run in wandb")
-    disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar")
+    disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar where stderr is a terminal")
     skip_memory_metrics: bool = arg(True, "false adds memory use to the log lines")
     dataloader_num_workers: int = arg(0, "processes that read samples ahead")
     ddp_timeout: int = arg(1800, "seconds a process waits for the others before it gives up")

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gptlm.data.cutting import PIECE, Cutter
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 COMPARED = 1 << 16  # characters of each of the first texts that both encode
 
@@ -115,5 +115,5 @@ def _gigatoken(tokenizer_file: str, allow_special_tokens: bool) -> Any:
         return gigatoken.Tokenizer.from_json(json.dumps(content))
     except Exception as error:  # its own Rust errors have no common class
         raise GptlmError(
-            f"gigatoken cannot read this tokenizer ({error}); leave out --tokenizer_backend gigatoken"
+            f"gigatoken cannot read this tokenizer ({reason_of(error)}); leave out --tokenizer_backend gigatoken"
         ) from error

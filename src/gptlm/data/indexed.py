@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def _open_npy(prefix: str) -> IndexedTokens:
         if not isinstance(tokens, np.ndarray):
             raise ValueError("it is a .npz file")
     except (ValueError, OSError, EOFError) as error:
-        raise GptlmError(f"{tokens_path} is no whole .npy file: {error}; preprocess again") from error
+        raise GptlmError(f"{tokens_path} is no whole .npy file: {reason_of(error)}; preprocess again") from error
     try:
         index = np.load(index_path, allow_pickle=False)
         if not isinstance(index, np.lib.npyio.NpzFile):
@@ -186,7 +186,7 @@ def _open_npy(prefix: str) -> IndexedTokens:
     except KeyError as error:
         raise GptlmError(f"{index_path} lacks an array: {error.args[0]}; it should hold 'lens' and 'docs'") from error
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise GptlmError(f"{index_path} is no whole .npz file: {error}; preprocess again") from error
+        raise GptlmError(f"{index_path} is no whole .npz file: {reason_of(error)}; preprocess again") from error
     return _arrays(prefix, tokens_path, index_path, tokens, sizes, documents)
 
 
@@ -199,7 +199,7 @@ def _open_npz(prefix: str) -> IndexedTokens:
     except KeyError as error:
         raise GptlmError(f"{path} lacks an array: {error.args[0]}; it should hold 'ids' and 'lens'") from error
     except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise GptlmError(f"{path} is no whole .npz file: {error}; preprocess again") from error
+        raise GptlmError(f"{path} is no whole .npz file: {reason_of(error)}; preprocess again") from error
     return _arrays(prefix, path, path, tokens, sizes, np.arange(len(sizes) + 1))
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 COMPRESSED = (".gz", ".zst")
 BATCH_BYTES = 1 << 18
@@ -64,7 +64,7 @@ def split_lines(batch: Batch) -> Batch:
                 size = content[1] - content[0]
                 content = file.read(size)
         except OSError as error:
-            raise GptlmError(f"cannot read {batch.file}: {error}") from error
+            raise GptlmError(f"cannot read {batch.file}: {reason_of(error)}") from error
         if len(content) < size:
             raise GptlmError(f"{batch.file} became shorter while it was read; preprocess it again when it is whole")
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=batch.numbers[0]) if line.strip()]

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
-from gptlm.errors import GptlmError, reason_of
+from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
 from gptlm.model.presets import Shape
 
@@ -97,6 +97,8 @@ def load_model(
     except GptlmError:
         raise
     except Exception as error:  # safetensors, json, huggingface_hub and torch each raise their own kinds
+        if is_out_of_memory(error):
+            raise
         raise GptlmError(_unreadable(source, error)) from error
     model, report = loaded
     missing = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]

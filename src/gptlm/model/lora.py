@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from gptlm.errors import GptlmError, reason_of
+from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.adapter_card import write_card
 from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
 from gptlm.model.base_weights import KEY
@@ -127,6 +127,8 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT raises many kinds
+        if is_out_of_memory(error):
+            raise
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
     names = StoredAdapters(folder).names
     parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")  # the last one of DoRA, without ".weight" in the file

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.generation import PredictArguments
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.inference.generation import Sampling, encode_prompts
 from gptlm.inference.streaming import Stream
 from gptlm.model.gpt import GPTLMHeadModel
@@ -130,7 +130,9 @@ def _gradio() -> ModuleType:
     try:
         import gradio
     except ImportError as error:
-        raise GptlmError(f"--serve needs gradio ({error}); install it with pip install 'gptlm[serve]'") from error
+        raise GptlmError(
+            f"--serve needs gradio ({reason_of(error)}); install it with pip install 'gptlm[serve]'"
+        ) from error
     return gradio
 
 
