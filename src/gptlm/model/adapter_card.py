@@ -20,7 +20,7 @@ def write_card(folder: Path, base: str, entries: int | None) -> None:
         entries: size of the vocabulary if tokens were added; None: the model's own.
     """
     path = folder / "README.md"
-    if path.is_file() and OURS not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and not (path.is_file() and OURS in path.read_text(encoding="utf-8", errors="replace")):
         return
     on_hub = not Path(base).is_absolute()  # the hub refuses a card whose base_model is a local path
     data = ModelCardData(

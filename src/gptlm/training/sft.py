@@ -7,6 +7,7 @@ Overridden, and why:
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gptlm.model.documents import Documents
 from gptlm.training.results import suffix_of
 from gptlm.training.text_metrics import text_scores
 from gptlm.training.trainer import PretrainTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,14 @@ class SftTrainer(PretrainTrainer):
     ) -> None:
         folder = self.output_dir / f"predictions{suffix_of(self.output_dir, self.evaluated)}"
         path = folder / f"{prefix}-step-{self.state.global_step}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = zip(continuation.texts, predictions, references, strict=True)
         names = ("prompt", "prediction", "reference")
         lines = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:  # the scores are in the log; training is worth more than these texts
+            logger.warning("cannot write the predictions %s: %s; training goes on without them", path, error.strerror)
 
     def more_fields(self, logs: dict[str, float]) -> dict[str, float]:
         return {"ppl": perplexity(logs["loss"])} if "loss" in logs else {}
