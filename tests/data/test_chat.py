@@ -107,6 +107,19 @@ def test_the_mask_is_transformers_where_the_template_marks_answers(tokenizer, te
     assert row.learnt.astype(int).tolist() == wanted["assistant_masks"]
 
 
+def test_a_template_that_marks_no_end_is_followed_and_told(tokenizer):
+    inside, outside = "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"
+    template = MARKED.replace(inside, outside)
+    assert template != MARKED
+    row = row_of(tokenizer, TALK, template)
+    wanted = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    assert row.learnt.astype(int).tolist() == wanted["assistant_masks"]
+    assert tokenizer.convert_ids_to_tokens(row.end) == "<|im_end|>"
+    assert not ChatTemplate(tokenizer)(conversation(TALK, "f")).end_learnt
+    tokenizer.chat_template = MARKED
+    assert ChatTemplate(tokenizer)(conversation(TALK, "f")).end_learnt
+
+
 def test_a_template_that_ends_no_turn_gets_an_end_of_text_at_the_end(tokenizer):
     """TRL adds none to conversations, so that they never end; what is before it here is the template's."""
     row = row_of(tokenizer, TALK, ENDLESS)

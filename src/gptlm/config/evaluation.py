@@ -74,6 +74,7 @@ class EvaluateArguments:
         "how a tokenized text is made prose; auto goes by the task, lambada changes nothing",
         choices=DETOKENIZERS,
     )
+    allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
     json: bool = arg(False, "print the result as one JSON object alone on stdout, everything else on stderr")
     logging_freq: int = arg(10, "batches between lines of progress")
     ddp_timeout: int = arg(1800, "seconds a process waits for the others before it gives up")
@@ -205,7 +206,7 @@ def _note_other_tasks(parsed: Parsed) -> None:
     task = parsed.values["task"]
     idle = {
         "LAMBADA": ("overlapping_eval", "split", "split_name", "json_key"),
-        "DATA": ("detokenizer", "json_key"),
+        "DATA": ("detokenizer", "json_key", "allow_special_tokens"),
         "TEXT": ("split", "split_name"),
     }
     for name in idle.get(task, ("split", "split_name", "json_key")):

@@ -36,7 +36,11 @@ class PredictArguments:
     )
     output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
     batch_size: int = arg(1, "prompts continued together")
-    src_length: int = arg(200, "longest prompt in tokens; of a longer one the end is used, and the log says so")
+    src_length: int = arg(200, "longest prompt in tokens; a longer one is cut, and the log says so")
+    truncation_side: str = arg(
+        "left", "of a prompt that is too long: left cuts its beginning, right its end", choices=("left", "right")
+    )
+    allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a prompt become its id")
     tgt_length: int = arg(200, "most new tokens; the prompt does not count")
     min_new_tokens: int = arg(0, "fewest tokens to add")
     seed: int = arg(20, "seed of sampling")

@@ -4,7 +4,6 @@ Masks come from places in the text, never from ids: an end-of-text token is a ta
 padding id is.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.data.turns import Chat, Content, Example, Span, Turn
+from gptlm.model.tokenizer import special_tokens
 
 AT_ONCE = 1000  # examples that are encoded together; bounds the memory that offsets take
 
@@ -262,8 +262,7 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
     Args:
         allow_special_tokens: a special token that is spelled in a literal text becomes its id, too.
     """
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    spelled = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+    spelled = special_tokens(tokenizer)
 
     def pieces(text: Text) -> Iterator[tuple[int, str, bool]]:
         """(place, piece, literal): transformers' `sanitize_control_tokens` cuts out the tokens that are spelled."""

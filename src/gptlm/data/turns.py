@@ -63,8 +63,20 @@ class Chat:
     answers: tuple[Answer, ...]
     end: int | None
 
+    @property
+    def end_learnt(self) -> bool:
+        """Whether what ends a turn is a target; a template can mark answers without it."""
+        return self.end is None or all(answer.close < answer.stop for answer in self.answers if answer.learnt)
+
 
 Example = list[Turn] | Chat
+
+
+def said(example: Example) -> list[str]:
+    """The texts that people wrote, without a chat template's own."""
+    if isinstance(example, Chat):
+        return [example.text[content.start : content.stop] for content in example.contents or ()]
+    return [text for turn in example for text in (turn.prompt, turn.answer)]
 
 
 def beginning(example: Example) -> str:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import WEIGHTS, check_tensors
+from gptlm.model.adapter_files import WEIGHTS, check_tensors, ends_of
 from gptlm.model.base_weights import warn_of_other_base
 from gptlm.model.build import load_model
 from gptlm.model.files import check_weights
@@ -38,6 +38,9 @@ def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTraine
     warn_of_other_base(adapters, source)
     tokenizer = load_tokenizer(tokenizer_folder(source, adapters))
     model = load_model(source)
+    ends = ends_of(adapters)
+    if ends is not None:
+        model.generation_config.eos_token_id = ends
     _check_layers(model, shapes, adapters)
     if any("wte.lora_" in name for name in shapes):  # adapters of the embedding leave the head as it is
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())

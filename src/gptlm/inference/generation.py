@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from gptlm.errors import GptlmError
 from gptlm.inference.finite import check_finite
+from gptlm.model.tokenizer import log_spelled
 
 logger = logging.getLogger(__name__)
 
@@ -179,18 +180,31 @@ def before(ids: list[int], stops: Sequence[int]) -> list[int]:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], longest: int, names: Sequence[str] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    longest: int,
+    names: Sequence[str] | None = None,
+    *,
+    truncation_side: str = "left",
+    allow_special_tokens: bool = False,
 ) -> list[list[int]]:
-    """The ids of each prompt; a longer one keeps its last `longest` ids, which the log says.
+    """The ids of each prompt; a longer one keeps `longest` ids, which the log says.
 
     Args:
         names: of the prompts, for messages.
+        truncation_side: "left" keeps the last ids of a longer prompt, "right" the first.
+        allow_special_tokens: a special token that a prompt spells becomes its id; else it stays text.
 
     Raises:
         GptlmError: for an empty prompt, if the tokenizer has no end-of-text token to start from.
     """
     names = names or numbered(len(prompts))
-    rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    if not allow_special_tokens:
+        log_spelled("prompts", tokenizer, prompts)
+    literal = not allow_special_tokens
+    rows = [
+        tokenizer(prompt, add_special_tokens=False, split_special_tokens=literal)["input_ids"] for prompt in prompts
+    ]
     empty = [name for name, row in zip(names, rows, strict=True) if not row]
     if tokenizer.eos_token_id is None and empty:
         raise GptlmError(
@@ -199,11 +213,13 @@ def encode_prompts(
     cut = [name for name, row in zip(names, rows, strict=True) if len(row) > longest]
     if cut:
         logger.warning(
-            "%d of %d prompts are longer than --src_length %d (the longest has %d tokens), only their last %d tokens "
-            "are used: %s",
-            *(len(cut), len(rows), longest, max(map(len, rows)), longest, some_of(cut)),
+            "%d of %d prompts are longer than --src_length %d (the longest has %d tokens), only their %s %d tokens "
+            "are used (--truncation_side %s): %s",
+            *(len(cut), len(rows), longest, max(map(len, rows)), "last" if truncation_side == "left" else "first"),
+            *(longest, truncation_side, some_of(cut)),
         )
-    return [row[-longest:] or [tokenizer.eos_token_id] for row in rows]  # empty: start a new document
+    rows = [row[-longest:] if truncation_side == "left" else row[:longest] for row in rows]
+    return [row or [tokenizer.eos_token_id] for row in rows]  # empty: start a new document
 
 
 def check_rows(
@@ -253,13 +269,13 @@ def some_of(names: Sequence[str]) -> str:
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) -> list[int]:
     """Ids that end a continuation: end of text, end of turn and, if asked for, every token with a line break in it.
 
-    Ends of turns are the special tokens among the `eos_token_id` of the model's generation_config.json: which ids end
+    Ends of turns are the added tokens among the `eos_token_id` of the model's generation_config.json: which ids end
     a text belongs to the vocabulary, unlike everything else in that file.
     """
     stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = model.generation_config.eos_token_id
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    stops += [end for end in (ends if isinstance(ends, list) else [ends]) if end in special and end not in stops]
+    added = tokenizer.added_tokens_decoder
+    stops += [end for end in (ends if isinstance(ends, list) else [ends]) if end in added and end not in stops]
     if stop_at_eol:
         signs = ("\n", LINE_BREAK)
         stops += sorted(i for token, i in tokenizer.get_vocab().items() if any(sign in token for sign in signs))

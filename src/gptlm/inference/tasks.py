@@ -48,9 +48,13 @@ class Cloze:
         tokenizer: PreTrainedTokenizerBase,
         length: int,
         names: Sequence[str] | None = None,
+        *,
+        allow_special_tokens: bool = False,
     ):
         def encode(batch: list[str]) -> list[list[int]]:
-            return tokenizer(batch, add_special_tokens=False)["input_ids"]
+            return tokenizer(batch, add_special_tokens=False, split_special_tokens=not allow_special_tokens)[
+                "input_ids"
+            ]
 
         self.examples = len(texts)
         names = names or [f"text {number}" for number in range(1, len(texts) + 1)]
@@ -158,17 +162,20 @@ def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[tuple[str
     return [(place, detokenize(_cloze_text(line, place), detokenizer)) for place, line in placed[:limit]]
 
 
-def encode_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `texts` end to end, as `gptlm preprocess --append_eos` lays them: each ends with the end of text.
+def encode_documents(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False
+) -> list[int]:
+    """The ids of `texts` end to end, as `gptlm preprocess --append_eos` lays them: each ends with one end of text.
 
-    A special token spelled in a text stays text.
+    A special token spelled in a text stays text, unless `allow_special_tokens`.
     """
     ids: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for start in range(0, len(texts), AT_ONCE):
         batch = list(texts[start : start + AT_ONCE])
-        for row in tokenizer(batch, add_special_tokens=False, split_special_tokens=True)["input_ids"]:
-            ids += [*row, *end]
+        literal = not allow_special_tokens
+        for row in tokenizer(batch, add_special_tokens=False, split_special_tokens=literal)["input_ids"]:
+            ids += row if end and row[-1:] == end else [*row, *end]
     return ids
 
 

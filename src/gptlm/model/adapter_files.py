@@ -95,6 +95,16 @@ def base_of(folder: Path) -> str:
     return base
 
 
+def ends_of(folder: Path) -> int | list[int] | None:
+    """The ids that end an answer of the adapters' training, from their generation_config.json; None without one."""
+    try:
+        return json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise GptlmError(f"{folder / 'generation_config.json'} is damaged ({error}); copy the folder again") from error
+
+
 def check_fit(folder: Path, shape: Shape) -> None:
     """Raises GptlmError if the adapters in `folder` are damaged, or of a model of another width or depth."""
     for name, sizes in check_tensors(folder).items():

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.adapter_card import write_card
@@ -155,6 +156,7 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     config.save_pretrained(str(folder))
     config.inference_mode, config.fan_in_fan_out = trained, False
     network: Any = model.get_base_model()
+    GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)  # what ends a turn
     entries = network.config.vocab_size if config.trainable_token_indices else None
     write_card(folder, str(config.base_model_name_or_path), entries)
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)

@@ -31,7 +31,7 @@ from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
-from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.model.tokenizer import fingerprint, load_tokenizer, log_spelled
 from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
 from gptlm.recipes.waiting import join_by_cpu
 from gptlm.training.logging import start_logging
@@ -127,7 +127,11 @@ def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows
     length, step = arguments.max_seq_length or 0, arguments.overlapping_eval or 0
     if arguments.task == "LAMBADA":
         placed = read_cloze(arguments.eval_path or "", arguments.max_examples, arguments.detokenizer)
-        cloze = Cloze([text for _, text in placed], tokenizer, length, [place for place, _ in placed])
+        texts, places = [text for _, text in placed], [place for place, _ in placed]
+        allow = arguments.allow_special_tokens
+        if not allow:
+            log_spelled(f"texts of {arguments.eval_path}", tokenizer, texts)
+        cloze = Cloze(texts, tokenizer, length, places, allow_special_tokens=allow)
         if cloze.cut:
             logger.info(
                 "%d texts are longer than --max_seq_length %d and keep their end: %s",
@@ -149,7 +153,9 @@ def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows
 def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
     """Ids of a text file, read as one piece, and its original tokens."""
     text = read_text(arguments.eval_path or "")
-    ids = _ids(tokenizer, detokenize(text, arguments.detokenizer))
+    if not arguments.allow_special_tokens:
+        log_spelled(f"texts of {arguments.eval_path}", tokenizer, [text])
+    ids = _ids(tokenizer, detokenize(text, arguments.detokenizer), arguments.allow_special_tokens)
     return np.array(ids, dtype=np.int64), len(text.strip().split(" "))
 
 
@@ -161,17 +167,21 @@ def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerB
         raise GptlmError(f"{path} holds no text under {key!r}; name the key with --json_key")
     end = f", each followed by {tokenizer.eos_token}" if tokenizer.eos_token else ""
     logger.info("%s: the texts under %r of %d documents, end to end%s", path, key, len(texts), end)
-    ids = encode_documents([detokenize(text, arguments.detokenizer) for text in texts], tokenizer)
+    if not arguments.allow_special_tokens:
+        log_spelled(f"texts of {path}", tokenizer, texts)
+    prose = [detokenize(text, arguments.detokenizer) for text in texts]
+    ids = encode_documents(prose, tokenizer, arguments.allow_special_tokens)
     return np.array(ids, dtype=np.int64), sum(len(text.strip().split(" ")) for text in texts)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, allow_special_tokens: bool) -> list[int]:
     """The ids of `text`, of which a long one is encoded in pieces: in one it takes 140 bytes per character."""
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=not allow_special_tokens)["input_ids"]
 
-    pieces = Cutter(tokenizer.backend_tokenizer, True, encode).pieces(text) if len(text) > 2 * PIECE else [text]
+    long = len(text) > 2 * PIECE
+    pieces = Cutter(tokenizer.backend_tokenizer, allow_special_tokens, encode).pieces(text) if long else [text]
     return [number for piece in pieces for number in encode([piece])[0]]
 
 

@@ -10,7 +10,7 @@ import transformers
 from gptlm.config.sft import MergeArguments
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
-from gptlm.model.adapter_files import base_hint, base_of
+from gptlm.model.adapter_files import base_hint, base_of, ends_of
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import fit_to_model
@@ -53,7 +53,8 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     """
     model, tokenizer = load_adapted(base, adapters)
     _check_finite(model, adapters, dtype)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if ends_of(adapters) is None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     fit_to_model(tokenizer, model.config.n_positions)
     with writing(output, "the merged model", more=""):
         output.mkdir(parents=True, exist_ok=True)

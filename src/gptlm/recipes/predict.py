@@ -41,7 +41,14 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     if arguments.output_file:
         _make_room(Path(arguments.output_file))
     model, tokenizer = load(arguments)
-    rows = encode_prompts(tokenizer, texts, arguments.src_length, names)
+    rows = encode_prompts(
+        tokenizer,
+        texts,
+        arguments.src_length,
+        names,
+        truncation_side=arguments.truncation_side,
+        allow_special_tokens=arguments.allow_special_tokens,
+    )
     settings = _settings(arguments, texts)
     check_rows(rows, model.config.n_positions, model.config.vocab_size, arguments.tgt_length, names)
     with doing("generating"):

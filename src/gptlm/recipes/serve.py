@@ -74,7 +74,14 @@ class _Writer:
         torch.manual_seed(int(seed or 0))
         text = ""
         try:
-            (row,) = encode_prompts(self.tokenizer, [prompt], self.arguments.src_length, ["the prompt"])
+            (row,) = encode_prompts(
+                self.tokenizer,
+                [prompt],
+                self.arguments.src_length,
+                ["the prompt"],
+                truncation_side=self.arguments.truncation_side,
+                allow_special_tokens=self.arguments.allow_special_tokens,
+            )
             settings: dict[str, Any] = {"max_new_tokens": int(new_tokens), "stop_at_eol": stop_at_eol}
             for piece in Stream(self.model, self.tokenizer, row, sampling=sampling, **settings):
                 text += piece

@@ -40,6 +40,7 @@ from gptlm.recipes.speed import speed_arguments
 from gptlm.recipes.start import check_output, check_shape, output_locked
 from gptlm.recipes.training import begin, evaluate, finish, say_run, train, trainer_arguments
 from gptlm.training import checkpoint
+from gptlm.training.callbacks import EndOfTurn
 from gptlm.training.schedule import Schedule
 from gptlm.training.sft import SftTrainer
 
@@ -98,7 +99,8 @@ def _run(
     say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
     set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
-    model.generation_config.eos_token_id = data.ends or tokenizer.eos_token_id
+    ends = tokenizer.eos_token_id if data.ends is None else data.ends
+    model.generation_config.eos_token_id = ends
     uneven = "examples differ in length"
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
@@ -121,6 +123,7 @@ def _run(
         continuation=continuation(run, data, tokenizer),
         **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
     )
+    trainer.add_callback(EndOfTurn(ends))
     metrics = train(run, trainer, start, promise) if run.training.do_train else {}
     if run.training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")

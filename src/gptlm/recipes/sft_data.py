@@ -16,9 +16,10 @@ from gptlm.data.epochs import Filled
 from gptlm.data.paddle_rows import PaddleEncoder
 from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targets
 from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
-from gptlm.data.turns import Example, beginning
+from gptlm.data.turns import Example, beginning, said
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
+from gptlm.model.tokenizer import log_spelled
 from gptlm.recipes.sft_sources import Sources, read
 from gptlm.training.sft import Continuation
 
@@ -66,6 +67,10 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
         GptlmError: if files cannot be read, or nothing can be learnt from them.
     """
     parts = _examples(run, sources, tokenizer)
+    if not run.data.allow_special_tokens and not run.data.paddle_compat:
+        for part in parts:
+            texts = ("\0".join(said(example)) for example in part.examples)
+            log_spelled(f"{part.name} examples of {part.source}", tokenizer, texts)
     encoder = _encoder(run, tokenizer)
     rows = {part.name: _rows(encoder, part, run.shape.vocab_size, tokenizer) for part in parts}
     shown = rows["train"] or rows["dev"]

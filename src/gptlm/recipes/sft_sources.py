@@ -11,7 +11,7 @@ from gptlm.config.sft import SftRun
 from gptlm.data.chat import ChatTemplate
 from gptlm.data.examples import find_files, is_saved_dataset, read_examples, read_records
 from gptlm.data.messages import PlainHeadings
-from gptlm.data.turns import Example
+from gptlm.data.turns import Chat, Example
 from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,28 @@ def read(source: Path | str, tokenizer: PreTrainedTokenizerBase, *, questions: b
         logger.warning("%s: ignored keys: %s", source, keys)
     if found.forms["source/target"] and found.ignored["title"]:
         logger.warning("%s: for question generation from source and title give --task_name squad", source)
+    _log_ends([example for example in found.examples if isinstance(example, Chat)], source, tokenizer)
     for reason, count in found.left_out.items():
         logger.warning("%d records of %s are left out: %s", count, source, reason)
     return found.examples
+
+
+def _log_ends(chats: list[Chat], source: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What ends the assistant's turns, and where nothing teaches it."""
+    for end in {chat.end for chat in chats}:
+        if end is None:
+            logger.info(
+                "%s: the chat template ends no turn with a token: %s follows the last answer", source,
+                tokenizer.eos_token,
+            )  # fmt: skip
+        else:
+            logger.info("%s: %s ends a turn", source, tokenizer.convert_ids_to_tokens(end))
+    unlearnt = sum(not chat.end_learnt for chat in chats)
+    if unlearnt:
+        logger.warning(
+            "%s: in %d conversations the {%% generation %%} of the chat template leaves out what ends a turn: the "
+            "model does not learn to end; put that token inside it", source, unlearnt,
+        )  # fmt: skip
 
 
 def _hub_records(source: str) -> Iterable[tuple[str, Any]]:

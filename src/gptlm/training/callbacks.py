@@ -18,6 +18,16 @@ class ProgressBar(ProgressCallback):
         pass
 
 
+class EndOfTurn(TrainerCallback):
+    """Keeps `generation_config.eos_token_id`: the Trainer adds the tokenizer's eos to it when training begins."""
+
+    def __init__(self, ends: int | list[int]):
+        self._ends = ends
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.generation_config.eos_token_id = self._ends
+
+
 class PlainProgress(TrainerCallback):
     """Where there is no bar: a line when nothing was logged for a minute, so that a long wait is no silence."""
 
