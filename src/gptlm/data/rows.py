@@ -11,8 +11,8 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from gptlm.data.special_tokens import special_tokens
 from gptlm.data.turns import Chat, Content, Example, Span, Turn
-from gptlm.model.tokenizer import special_tokens
 
 AT_ONCE = 1000  # examples that are encoded together; bounds the memory that offsets take
 

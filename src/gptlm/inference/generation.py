@@ -15,9 +15,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from gptlm.data.special_tokens import log_spelled
 from gptlm.errors import GptlmError
 from gptlm.inference.finite import check_finite
-from gptlm.model.tokenizer import log_spelled
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -200,24 +199,6 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
     tokenizer.deprecation_warnings[TOO_LONG] = True  # training cuts its texts itself
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches where a text spells a special token."""
-    names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-
-
-def log_spelled(what: str, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-    """Say that special tokens which `texts` spell stay text, if there are any."""
-    spelled = special_tokens(tokenizer)
-    found = [match.group() for text in texts if (match := spelled.search(text))]
-    if found:
-        names = ", ".join(sorted(set(found)))
-        logger.warning(
-            "%s: %d spell a special token (%s), which stays text; --allow_special_tokens makes it one",
-            *(what, len(found), names),
-        )
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:

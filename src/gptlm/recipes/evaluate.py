@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.evaluation import EvaluateArguments
 from gptlm.data.corpus import holds_records, read_texts
 from gptlm.data.cutting import PIECE, Cutter
+from gptlm.data.special_tokens import log_spelled
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import tokenizer_folder
@@ -31,7 +32,7 @@ from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
-from gptlm.model.tokenizer import fingerprint, load_tokenizer, log_spelled
+from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
 from gptlm.recipes.waiting import join_by_cpu
 from gptlm.training.logging import start_logging

@@ -16,10 +16,10 @@ from gptlm.data.epochs import Filled
 from gptlm.data.paddle_rows import PaddleEncoder
 from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targets
 from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
+from gptlm.data.special_tokens import log_spelled
 from gptlm.data.turns import Example, beginning, said
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
-from gptlm.model.tokenizer import log_spelled
 from gptlm.recipes.sft_sources import Sources, read
 from gptlm.training.sft import Continuation
 
