@@ -97,7 +97,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("--to hf", 2, "--from is missing\n--output is missing"),
+        ("--to hf", 2, "error: --output is missing"),
         ("--from a --output b --to gguf", 2, "expected one of hf, megatron, paddle"),
         ("--from a --output b --tensor_parallel_degree 2", 2, "is for --to megatron"),
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
