@@ -204,7 +204,10 @@ def test_an_id_beyond_the_model_is_no_index_error(tokenizer):
 def test_cut_prompts_are_said(model, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     assert len(run(model, tokenizer, ["the", "the cat sat on the mat"], max_prompt_tokens=2)) == 2
-    assert "1 of 2 prompts are longer than --src_length 2" in caplog.text and "are used: prompt 2" in caplog.text
+    assert (
+        "1 of 2 prompts are longer than --src_length 2" in caplog.text
+        and "are used (--truncation_side left): prompt 2" in caplog.text
+    )
 
 
 def test_messages_about_a_prompt_name_it(caplog, monkeypatch):
