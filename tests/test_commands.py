@@ -250,6 +250,10 @@ def test_printing_the_run(work, model):
     result = run_script("run_pretrain", "args.json", "--seed", 7, "--print_config", cwd=work)
     found = json.loads(result.stdout)
     assert (found["run"]["max_steps"], found["run"]["seed"], found["from"]["max_steps"]) == (5, 7, "args.json")
+    (work / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    deepspeed = ["--sharding", "", "--deepspeed", "ds.json"]
+    result = run_script("run_pretrain", *words, *deepspeed, "--print_config", cwd=work)
+    assert json.loads(result.stdout)["run"]["deepspeed"] == "ds.json"  # what DeepSpeed says at its import is elsewhere
     (work / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}))
     result = run_script(
         "run_pretrain",

@@ -221,9 +221,10 @@ def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:
 
 def _print_run(run: Run) -> None:
     if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
-        from gptlm.recipes.sharding import check_file
+        with redirect_stdout(sys.stderr):  # DeepSpeed's log is on stdout, which is for the JSON here
+            from gptlm.recipes.sharding import check_file
 
-        check_file(run)
+            check_file(run)
     print(run.as_json())
 
 

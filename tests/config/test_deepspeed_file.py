@@ -77,6 +77,9 @@ def test_batches_of_the_file(run, config, words, world, sizes):
         ({"fp16": {"hysteresis": 2}}, "--hysteresis 4", "says fp16.hysteresis 2, --hysteresis says 4"),
         ({"scheduler": {"type": "x"}}, "", "ds.json has a 'scheduler' block"),
         ({"train_batch_size": "many"}, "", "train_batch_size is 'many'; expected a whole number"),
+        ({"train_batch_size": float("inf")}, "", "train_batch_size is inf; expected a whole number"),
+        ({"train_batch_size": float("nan")}, "", "train_batch_size is nan; expected a whole number"),
+        ({"gradient_clipping": 10**400}, "", "gradient_clipping is 1000"),
         ({"train_batch_size": 9}, "--micro_batch_size 2", "train_batch_size (/"),
     ],
 )
@@ -109,9 +112,12 @@ def test_fine_tuning_takes_them_too(tmp_path):
     assert parse_sft(words.split(), {}).training.per_device_train_batch_size == 3
 
 
-def test_a_file_that_cannot_be_read():
+def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match="--deepspeed nowhere.json: cannot be read"):
         parse_pretrain(f"{SIZES} --deepspeed nowhere.json".split(), {})
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=r"deep\.json: no valid JSON"):
+        parse_pretrain(f"{SIZES} --deepspeed {tmp_path / 'deep.json'}".split(), {})
 
 
 @pytest.mark.parametrize("words", ["--deepspeed --deepspeed_config FILE", "--deepspeed_config=FILE --deepspeed"])

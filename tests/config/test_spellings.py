@@ -162,6 +162,7 @@ def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
         (PRETRAIN, "--eval_dataset e.jsonl", "--input_dir and --split"),
         (PRETRAIN, "--train_file t.txt", "gptlm preprocess"),
         (PRETRAIN, "--torch_dtype int8", "expected one of auto, float32"),
+        (PRETRAIN, "--torch_dtype", "--torch_dtype needs a value: one of auto"),
         (PRETRAIN, "--use_cpu 3", "expected one of true, false"),
         (PREDICT, "--tokenizer_name_or_path tok", "the one in the model's folder"),
     ],

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.parser import Parsed, shown
+from gptlm.config.parser import LARGEST, Parsed, shown
 from gptlm.errors import UsageError, named
 from gptlm.parallel.zero import superseded
 
@@ -31,7 +31,7 @@ def read_deepspeed(file: str) -> dict[str, Any]:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--{named('deepspeed')} {file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--{named('deepspeed')} {file}: no valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"--{named('deepspeed')} {file}: expected a JSON object")
@@ -66,7 +66,7 @@ def _take(parsed: Parsed, key: str, flag: str, value: Any) -> Iterator[str]:
     file = parsed.values["deepspeed"]
     if value == "auto":
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
     if not number or (key in WHOLE and value != int(value)):
         yield f'{file}: {key} is {value!r}; expected a {"whole " if key in WHOLE else ""}number or "auto"'
     elif not parsed.given(flag):

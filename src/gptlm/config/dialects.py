@@ -192,7 +192,7 @@ def _entries(path: str, typed: str) -> int:
         return len(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"{typed} {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{typed} {path}: no JSON vocabulary ({error})") from error
 
 

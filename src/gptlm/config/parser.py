@@ -259,6 +259,8 @@ def _resolve(
 
 def _settings(word: Word, meanings: Mapping[str, str]) -> list[Word]:
     """Our words for `word`, which is of `Vocabulary.settings`."""
+    if not word.values and "true" not in meanings:
+        raise UsageError(f"{word.typed} needs a value: one of {', '.join(meanings)}")
     asked = word.switched.lower().removeprefix("torch.")
     if asked not in meanings and "true" in meanings:
         asked = "true" if asked in TRUE else "false" if asked in FALSE else asked

@@ -84,8 +84,8 @@ def _load_array(path: Path, noted: list | dict) -> np.ndarray:
     """One array, of the type and shape that the description notes (entries of older versions list names only)."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except EOFError:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes") from None
+    except (EOFError, ValueError):  # numpy takes bytes that mean nothing for a pickle, and tells how to load it
+        raise ValueError(f"{path.name} ({path.stat().st_size:,} bytes) is no array file") from None
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path.name} is no array")
     key = path.stem.partition("_")[2]

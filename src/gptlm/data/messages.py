@@ -96,7 +96,7 @@ def _tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
         return None
     try:
         found = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GptlmError(f"{place}: tools is no valid JSON ({error})") from error
     if found and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
         raise GptlmError(f"{place}: tools is no list of JSON schemas")
