@@ -364,7 +364,7 @@ def test_an_empty_text_trains_no_tokenizer(work):
     result = run_script("train_tokenizer", "--input_path", "empty.txt", "--output_dir", "no-tok", cwd=work)
     assert result.returncode == 1 and "holds no text" in result.stderr
     result = run_script("train_tokenizer", "--input_path", "letters.txt", "--output_dir", "empty.txt/x", cwd=work)
-    assert result.returncode == 1 and "cannot make the folder" in result.stderr
+    assert result.returncode == 1 and "is a file, not a folder; give another --output_dir" in result.stderr
 
 
 def test_a_prompt_is_kept_and_the_continuation_shortened(work, model):

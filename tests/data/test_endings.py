@@ -42,6 +42,10 @@ def test_ends_of_documents(tmp_path, lasts, eos_id, says):
     assert found is None if says is None else f"{tmp_path}/a: {says}" in found, found
 
 
+def test_texts_that_end_alike_lack_the_id(tmp_path):  # as where each ends with a full stop
+    assert "(preprocess with this one and --append_eos)" in (missing_end(corpus(tmp_path, [13] * 300), EOS) or "")
+
+
 def test_documents_without_tokens_say_nothing(tmp_path):
     np.save(tmp_path / "a_ids.npy", np.array([1, EOS, 2, EOS], np.int32))
     np.savez(tmp_path / "a_idx.npz", lens=np.array([0, 2, 0, 2], np.int32), docs=np.array([0, 0, 1, 3, 3, 4, 4]))

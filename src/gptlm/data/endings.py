@@ -39,6 +39,7 @@ def missing_end(tokens: IndexedTokens, eos_id: int | None) -> str | None:
     if count >= MOST * len(ids):
         return (
             f"{looked}, {count} end with id {common}, the tokenizer's end-of-text id is {eos_id}: generation will not "
-            "stop where they end, and another tokenizer may have made them (preprocess again with this one)"
+            "stop where they end; their texts end alike, or another tokenizer made them (preprocess with this one and "
+            "--append_eos)"
         )
     return f"{looked}, {right} end with the tokenizer's end-of-text id {eos_id}: {advice}"

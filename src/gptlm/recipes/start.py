@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.model.presets import shape_of_config
@@ -152,4 +153,5 @@ def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) 
                 logger.info("%s %s", start.path.name, UNNOTED[name])
             elif noted and noted.get(name) != value:
                 meant = MEANINGS.get(name, meaning)
-                logger.warning("%s was %s in %s, is %s now: %s", name, noted.get(name), start.path.name, value, meant)
+                before, now = shown(noted.get(name)), shown(value)
+                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, now, meant)

@@ -9,6 +9,7 @@ from gptlm.data.corpus import read_texts
 from gptlm.data.cutting import in_pieces
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
+from gptlm.recipes.start import check_output
 from gptlm.training.disk import write_failure
 from gptlm.training.logging import start_logging
 
@@ -23,10 +24,8 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     """
     start_logging(speaks=True)
     folder = Path(arguments.output_dir or "")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GptlmError(f"cannot make the folder {folder}: {error.strerror}") from error
+    check_output("output_dir", folder)
+    folder.mkdir(parents=True, exist_ok=True)
     texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
     first = next((text for text in texts if text.strip()), None)
     if first is None:
