@@ -345,3 +345,21 @@ def test_an_argument_file_of_a_run_keeps_its_warm_up():
     assert run.training.warmup_steps == 0.5
     assert "warmup_steps" not in json.loads(run.as_arguments())
     assert json.loads(parse_pretrain(shlex.split(BASE + "--warmup_steps 3"), {}).as_arguments())["warmup_steps"] == 3
+
+
+def test_an_argument_file_of_a_run_keeps_rules_and_shares(tmp_path):
+    """It starts the same run again; what follows from values that the command changes follows from the new ones."""
+    words = "--warmup_steps 0.3333333 --save_steps 0.5 --eval_steps 0.25 --do_train --do_eval"
+    run = parse_pretrain(shlex.split(BASE.replace("--max_steps 100", "--num_train_epochs 2") + words), {})
+    first = with_epochs_counted(run, 30)
+    (tmp_path / "run.json").write_text(first.as_arguments())
+
+    def again(*more, steps=30):
+        return with_epochs_counted(parse_pretrain([str(tmp_path / "run.json"), *more], {}), steps).training
+
+    assert again() == first.training and first.training.max_steps == 60
+    names = ("max_steps", "decay_steps", "warmup_steps", "save_steps", "eval_steps")
+    assert [getattr(again("--num_train_epochs", "4"), name) for name in names] == [120, 120, 40, 60, 30]
+    assert [getattr(again(steps=15), name) for name in names] == [30, 30, 10, 15, 8]
+    typed = parse_pretrain(shlex.split(BASE + "--decay_steps 80 --save_steps 7"), {})
+    assert {"max_steps": 100, "decay_steps": 80, "save_steps": 7}.items() <= json.loads(typed.as_arguments()).items()

@@ -212,7 +212,7 @@ def test_trackers_get_the_adapters(tune, model, examples, tmp_path):
 
 
 def test_adapters_on_another_base_are_warned_of(tune, model, tmp_path, capsys):
-    """Weights of the same shape but other values, in prediction, merging, `--lora_path` and resuming; once each."""
+    """Weights of the same shape but other values, in prediction, merging, `--lora_path`; no run goes on with them."""
     tune("--lora", "--lora_rank", 2)
     out, moved, other = tmp_path / "out", tmp_path / "moved", tmp_path / "other"
     shutil.copytree(model, moved)
@@ -243,9 +243,12 @@ def test_adapters_on_another_base_are_warned_of(tune, model, tmp_path, capsys):
     (line,) = said(lambda: tune("--lora_path", out, base=other, output="again"))
     assert str(other) in line
     assert said(lambda: tune("--lora_path", out, base=moved, output="and again")) == []
-    shutil.rmtree(out / "checkpoint-6")
-    (line,) = said(lambda: tune("--lora", "--lora_rank", 2, base=other))
-    assert f"{out / 'checkpoint-3'} were trained on {model}" in line
+    kept = (out / "adapter_model.safetensors").read_bytes()
+    for steps in (6, 9):  # finished, and to go on
+        with pytest.raises(GptlmError, match=f"were trained on {model}, the weights in {other} are others"):
+            tune("--lora", "--lora_rank", 2, "--max_steps", steps, base=other)
+    assert (out / "adapter_model.safetensors").read_bytes() == kept
+    tune("--lora", "--lora_rank", 2, base=moved)
 
 
 def test_adapters_of_plain_peft_are_judged_by_what_they_name(model, tmp_path, capsys):
@@ -743,6 +746,24 @@ def test_flags_that_need_training_without_do_train(model):
     words = ["--do_train", "--do_eval", "0", "--eval_dataset_name_or_path", "x.json"]
     says = "--eval_dataset_name_or_path x.json has no effect: do_eval is off"
     assert says in parse_sft([*argv, *words], {}).notes
+
+
+def test_adapters_to_start_from_have_the_rows_of_the_run_s_added_tokens(tune, model, tmp_path):
+    """More, none or other tokens than the adapters': one sentence, where a row would be missing or of another token."""
+    tune("--lora", "--max_steps", 1, "--additional_special_tokens", "<user>")
+    out = tmp_path / "out"
+    tune("--lora", "--max_steps", 1, output="plain")
+    start = ("--max_steps", 1, "--lora_path")
+    tune(*start, out, output="same")
+    for words, there, here in (
+        ((out, "--additional_special_tokens", "<bot>"), "<user>", "<user> <bot>"),
+        ((out, "--tokenizer_name_or_path", model, "--additional_special_tokens", "<bot>"), "<user>", "<bot>"),
+        ((out, "--tokenizer_name_or_path", model), "<user>", r"\(none\)"),
+        ((tmp_path / "plain", "--additional_special_tokens", "<bot>"), r"\(none\)", "<bot>"),
+    ):
+        with pytest.raises(GptlmError, match=f"rows for the added tokens {there}, the run adds {here}: give the same"):
+            tune(*start, *words, output="other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_adapters_with_added_tokens_in_plain_peft(tune, model, tmp_path, capfd):

@@ -38,7 +38,7 @@ def resolve_schedule(parsed: Parsed) -> None:
         return
     for name in INTERVALS:
         if values[name] is not None and 0 < values[name] < 1:
-            parsed.set(name, math.ceil(steps * values[name]), f"derived: {values[name]:g} x max_steps {steps}")
+            parsed.set(name, math.ceil(steps * values[name]), f"derived: {values[name]} x max_steps {steps}")
     if values["decay_steps"] is None:
         parsed.set("decay_steps", steps, "derived: max_steps")
     if values["warmup_steps"] > 0:
@@ -46,7 +46,7 @@ def resolve_schedule(parsed: Parsed) -> None:
             if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
                 parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
         if values["warmup_steps"] < 1 and not parsed.sources["warmup_steps"].startswith("derived"):
-            source = f"derived: {values['warmup_steps']:g} x max_steps {steps}"
+            source = f"derived: {values['warmup_steps']} x max_steps {steps}"
             parsed.set("warmup_steps", math.ceil(steps * values["warmup_steps"]), source)
     elif values["warmup_ratio"]:
         source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"

@@ -1,6 +1,7 @@
 """One training run, resolved: what was typed, what follows from it, and what is wrong with it."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from gptlm.config.layouts import degrees_fit, not_built
 from gptlm.config.messages import all_in_user_words, in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.resolving import (
+    INTERVALS,
     name_layout,
     resolve_batch,
     resolve_degrees,
@@ -30,6 +32,17 @@ from gptlm.config.tokenizer_class import drop_class
 from gptlm.errors import UsageError, named
 from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims
+
+DERIVED = {  # values that follow from others -> how their origin begins
+    "max_steps": "derived: ",
+    "decay_steps": "derived: max_steps",
+    "warmup_steps": "derived: warmup_",
+    "min_learning_rate": "derived: lr_decay_ratio",
+    "lora_alpha": "derived: 2 x lora_rank",
+    "max_length": "derived: src_length",
+}
+SHARES = ("warmup_steps", *INTERVALS)
+SHARE = re.compile(r"derived: (\S+) x max_steps ")
 
 TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
 
@@ -102,12 +115,19 @@ class Run:
         return str(Path(name).resolve()) if Path(name).is_dir() else name
 
     def as_arguments(self) -> str:
-        """The run as a JSON argument file; what belongs to one start alone is left out."""
+        """The run as a JSON argument file; what belongs to one start alone is left out.
+
+        So is what follows from other values of it by a rule: it follows again where those are changed.
+        """
         once = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel")
         values = {name: value for group in self.groups for name, value in asdict(group).items()}
         kept = {name: value for name, value in values.items() if value is not None and name not in once}
-        if self.sources["warmup_steps"].startswith("derived: warmup_"):
-            del kept["warmup_steps"]  # the ratio is there; below 1 the steps would be read as a share
+        for name, source in self.sources.items():
+            share = SHARE.match(source)
+            if name in kept and share and name in SHARES:
+                kept[name] = float(share[1])
+            elif name in kept and name in DERIVED and source.startswith(DERIVED[name]):
+                del kept[name]
         return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
 
     def as_values(self) -> dict[str, Any]:

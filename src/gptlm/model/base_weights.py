@@ -57,14 +57,31 @@ def _sampled(names: dict[str, tuple[Path, str]]) -> Iterator[str]:
             yield name
 
 
+def check_base(checkpoint: Path, base: Path) -> None:
+    """Raises GptlmError if the adapters in `checkpoint` were trained on other weights than those in `base`."""
+    trained_on, found = _trained_on(checkpoint), fingerprint_of(base)
+    if trained_on and found and trained_on != found:
+        raise GptlmError(
+            f"the adapters in the checkpoint {checkpoint} were trained on "
+            f"{settings_of(checkpoint).get('base_model_name_or_path') or 'another model'}, the weights in {base} are "
+            "others; give the same --model_name_or_path, or another --output_dir (--lora_path "
+            f"{checkpoint} trains them on the new weights)"
+        )
+
+
+def _trained_on(adapters: Path) -> str | None:
+    """The fingerprint of the weights that `adapters` were trained on, where it was noted."""
+    with safe_open(adapters / WEIGHTS, "pt") as file:
+        return (file.metadata() or {}).get(KEY)
+
+
 def warn_of_other_base(adapters: Path, base: str) -> None:
     """Say so if the model in the folder `base` is not the one that `adapters` were trained on.
 
     Adapters of plain PEFT note a name only; it decides where the two models cannot be compared.
     """
     noted = settings_of(adapters).get("base_model_name_or_path") or ""
-    with safe_open(adapters / WEIGHTS, "pt") as file:
-        trained_on = (file.metadata() or {}).get(KEY)
+    trained_on = _trained_on(adapters)
     if trained_on is None and Path(noted).is_dir():
         trained_on = fingerprint_of(Path(noted))
     found = fingerprint_of(Path(base))

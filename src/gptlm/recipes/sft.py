@@ -16,7 +16,7 @@ from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
-from gptlm.model.base_weights import fingerprint_of, warn_of_other_base
+from gptlm.model.base_weights import check_base, fingerprint_of, warn_of_other_base
 from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.presets import shape_of_config
 from gptlm.model.tokenizer import fit_to_model
@@ -34,7 +34,7 @@ from gptlm.recipes.sft_data import (
     order_facts,
 )
 from gptlm.recipes.sft_sources import find_sources
-from gptlm.recipes.sft_tokenizer import check_tokenizer, find_sft_tokenizer
+from gptlm.recipes.sft_tokenizer import check_added_tokens, check_tokenizer, find_sft_tokenizer
 from gptlm.recipes.sharding import deepspeed_config
 from gptlm.recipes.speed import speed_arguments
 from gptlm.recipes.start import check_output, check_shape, output_locked
@@ -62,6 +62,8 @@ def sft(run: SftRun) -> dict[str, float]:
     tokenizer, new_tokens = find_sft_tokenizer(run)
     if start is not None:
         check_tokenizer(start.path, tokenizer)
+    elif run.lora.lora_path:
+        check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
     run = _with_room_for(run, tokenizer)
     if start is not None and not run.lora.lora:
         check_shape(run, start)
@@ -105,9 +107,8 @@ def _run(
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
-        going_on = start.path if start is not None else Path(run.lora.lora_path) if run.lora.lora_path else None
-        if going_on is not None:
-            warn_of_other_base(going_on, weights_folder(run))
+        if start is None and run.lora.lora_path:
+            warn_of_other_base(Path(run.lora.lora_path), weights_folder(run))
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
@@ -228,6 +229,7 @@ def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
         entries = shape_of_config(found.path / "config.json").vocab_size
         check_shape(replace(run, shape=replace(run.shape, vocab_size=entries)), found)
         return
+    check_base(found.path, Path(weights_folder(run)))
     saved = settings_of(found.path)
     differences = [
         f"{flag} {saved[key]:g} there, {value:g} in the command"

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.sft import SftRun
 from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import settings_of
 from gptlm.model.tokenizer import add_tokens, fingerprint, has_tokenizer, load_tokenizer
 from gptlm.recipes.model import tokenizer_folder
 
@@ -56,6 +57,24 @@ def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> Non
         "give the same --tokenizer_name_or_path and --additional_special_tokens, another --output_dir, or "
         "--overwrite_output_dir"
     )
+
+
+def check_added_tokens(adapters: Path, tokenizer: PreTrainedTokenizerBase, new_tokens: list[int]) -> None:
+    """Raises GptlmError if `adapters` have rows for other added tokens than the run's `new_tokens`."""
+    rows = settings_of(adapters).get("trainable_token_indices") or {}
+    ids = sorted(rows.get("wte", ()) if isinstance(rows, dict) else rows)
+    here = _names(tokenizer, new_tokens)
+    there = _names(load_tokenizer(str(adapters)), ids) if has_tokenizer(adapters) else here[: len(ids)]
+    if ids != new_tokens or there != here:
+        raise GptlmError(
+            f"the adapters in {adapters} have rows for the added tokens {' '.join(there) or '(none)'}, the run adds "
+            f"{' '.join(here) or '(none)'}: give the same --additional_special_tokens and tokenizer, or start from the "
+            f"merged model (gptlm merge-lora --lora_path {adapters} --output_path MERGED)"
+        )
+
+
+def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
 
 
 def _warn_of_other_ids(run: SftRun, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
