@@ -107,6 +107,21 @@ def test_the_loss_is_that_of_the_answers_by_hand(tune, model, tmp_path):
     assert history[0]["ppl"] == pytest.approx(math.exp(history[0]["loss"]), abs=1e-3)
 
 
+def test_weights_that_hold_nan_are_to_blame_for_the_first_loss(tune, model, tmp_path):
+    """No learning rate is: nothing was updated before the first loss."""
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    weights = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        weights.transformer.h[0].mlp.c_fc.weight[0, 0] = math.nan
+    weights.save_pretrained(damaged)
+    for more in ((), ("--lora",)):
+        with pytest.raises(
+            GptlmError, match="the loss is nan at step 1.* the weights that the run starts from"
+        ) as error:
+            tune(*more, base=damaged)
+        assert "learning_rate" not in str(error.value)
+
+
 @pytest.mark.parametrize("more", [(), ("--lora",), ("--zero_padding", "--max_length", "40")])
 def test_accumulation_does_not_change_the_loss(tune, more):
     """Answers of different lengths: the mean is over tokens, not over micro-batches."""

@@ -31,6 +31,9 @@ OFFLOAD = (
     "compiler (and, on a GPU machine, the CUDA toolkit of torch's version), or leave offload out"
 )
 ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
+START_ADVICE = (  # no update came before: no learning rate is to blame
+    "it is the loss of the weights that the run starts from: take an earlier checkpoint, or copy their folder again"
+)
 ITEMS = "num_items_in_batch"
 FP16_ADVICE = ", or --bf16 instead of --fp16"
 

@@ -35,7 +35,7 @@ from gptlm.training.memory import gpu_fields, process_fields
 from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.saving import SavingTrainer
 from gptlm.training.schedule import Schedule
-from gptlm.training.stepping import ADVICE, FP16_ADVICE
+from gptlm.training.stepping import ADVICE, FP16_ADVICE, START_ADVICE
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,8 @@ class PretrainTrainer(SavingTrainer):
             pending = nested_gather(tr_loss, self.args.parallel_mode).mean().item()
             self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
             if not math.isfinite(pending):
-                raise GptlmError(self.trouble(f"the loss is {pending}"))
+                first = self.state.global_step == self.start_step + 1
+                raise GptlmError(self.trouble(f"the loss is {pending}", START_ADVICE if first else ADVICE))
             if pending == 0.0 and self.control.should_log and not self._warned_of_zero:
                 self._warned_of_zero = True
                 logger.warning(
@@ -216,7 +217,7 @@ class PretrainTrainer(SavingTrainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         self.throughput.exclude(time.perf_counter() - started)
 
-    def trouble(self, what: str) -> str:
+    def trouble(self, what: str, advice: str = ADVICE) -> str:
         good = [entry for entry in self.state.log_history if math.isfinite(entry.get("loss", math.nan))]
         last = (
             f"the last good loss was {good[-1]['loss']} at step {good[-1]['step']}"
@@ -225,7 +226,7 @@ class PretrainTrainer(SavingTrainer):
         )
         newest = checkpoint.folders(self.output_dir)
         where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        advice = ADVICE + (FP16_ADVICE if self.loss_scale is not None else "")
+        advice += FP16_ADVICE if self.loss_scale is not None else ""
         return f"{what} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; {advice}"
 
     def mean_loss(self, mean_since_start: float) -> float:
