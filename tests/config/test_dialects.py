@@ -416,6 +416,8 @@ def test_a_split_without_validation_is_not_evaluated():
     asked = resolve(f"{TINY} --split 1,0,0 --do_eval", printing=False)
     assert asked.training.do_eval and not any("skipped" in note for note in asked.notes)
     assert resolve(f"{TINY} --split 98,1,1", printing=False).training.do_eval
+    asked = resolve(f"{TINY} --split 1,0,0 --eval_strategy steps", printing=False)  # as with --do_eval: an error later
+    assert asked.training.do_eval and not any("are skipped" in note for note in asked.notes)
 
 
 def test_no_batch_is_no_evaluation_in_every_dialect():

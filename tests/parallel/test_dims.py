@@ -11,5 +11,5 @@ def test_data_parallel_replicas():
 
 @pytest.mark.parametrize(("world", "tensor", "pipeline", "fitting"), [(1, 2, 1, 2), (6, 2, 2, 8), (4, 1, 3, 6)])
 def test_a_world_that_does_not_fit_names_one_that_does(world, tensor, pipeline, fitting):
-    with pytest.raises(UsageError, match=f"--nproc_per_node {fitting} "):
+    with pytest.raises(UsageError, match=f"--nproc_per_node {fitting} \\.\\.\\., "):
         ParallelDims.of(world, tensor, pipeline)

@@ -89,6 +89,10 @@ def test_the_flag(tmp_path):
     assert parse_pretrain([*words.split(), "--ddp_timeout", "7"], {}).training.ddp_timeout == 7
     with pytest.raises(UsageError, match="--ddp_timeout 0: expected at least 1"):
         parse_pretrain([*words.split(), "--ddp_timeout", "0"], {})
+    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: .* at most 1000000000"):  # 292 years in ns overflow
+        parse_pretrain([*words.split(), "--ddp_timeout", "9000000000"], {})
     words = ["--task", "TEXT", "--eval_path", "x", "--model_name_or_path", str(tmp_path)]
     with pytest.raises(UsageError, match="--ddp_timeout 0: expected at least 1"):
         parse_evaluate([*words, "--ddp_timeout", "0"], 1)
+    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: .* at most 1000000000"):
+        parse_evaluate([*words, "--ddp_timeout", "9000000000"], 1)

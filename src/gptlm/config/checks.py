@@ -14,6 +14,7 @@ from gptlm.parallel.dims import ParallelDims
 
 TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
 SHARE_UNIT = 1_000_000
+LONGEST_WAIT = 1_000_000_000  # seconds; torch counts them in nanoseconds, and far larger numbers overflow to a hang
 AT_LEAST_ONE = (
     "per_device_eval_batch_size",
     "ddp_timeout",
@@ -75,11 +76,18 @@ def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
     yield from _folder(parsed, "input_dir", "the folder with token files", printing)
 
 
+def long_waits(parsed: Parsed) -> Iterator[str]:
+    """Whether processes would wait longer for each other than torch can count."""
+    if parsed.values["ddp_timeout"] > LONGEST_WAIT:
+        yield f"--{named('ddp_timeout')} {parsed.values['ddp_timeout']}: expected seconds, at most {LONGEST_WAIT}"
+
+
 def _numbers(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
     for name in AT_LEAST_ONE:
         if values[name] < 1:
             yield f"{named(name)} {values[name]}: expected at least 1"
+    yield from long_waits(parsed)
     for name in NOT_NEGATIVE:
         if not values[name] >= 0 or values[name] == float("inf"):
             yield f"{named(name)} {values[name]:g}: expected a finite number, 0 or more"

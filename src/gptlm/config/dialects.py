@@ -109,7 +109,8 @@ def _settle_megatron(parsed: Parsed, name: str) -> None:
         parsed.set("lr_scheduler_type", "oneflow_cosine", sources["lr_scheduler_type"])
     if values["lr_scheduler_type"] == "constant":
         parsed.set("lr_scheduler_type", "constant_with_warmup", sources["lr_scheduler_type"])
-    if values["do_eval"] and not parsed.given("do_eval") and not valid_share(values["split"]):
+    asked = parsed.given("do_eval") or values["evaluation_strategy"] not in (None, "no")
+    if values["do_eval"] and not asked and not valid_share(values["split"]):
         parsed.note(f"--{named('split')} {values['split']} leaves nothing to evaluate on: evaluations are skipped")
         parsed.set("do_eval", False, "derived: split")
     if values["test_iters"] is None and name == "megatron" and values["do_eval"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gptlm.config import spellings, spellings_transformers
 from gptlm.config.arguments import arg
-from gptlm.config.checks import device_known
+from gptlm.config.checks import device_known, long_waits
 from gptlm.config.fleetx_words import evaluation_words
 from gptlm.config.foreign import take_foreign_adapters, take_foreign_model
 from gptlm.config.messages import all_in_user_words
@@ -167,6 +167,7 @@ def _numbers(parsed: Parsed) -> Iterator[str]:
     for name in (*numbers, "seq_length"):
         if parsed.values[name] is not None and parsed.values[name] < 1:
             yield f"--{named(name)} {parsed.values[name]}: expected at least 1"
+    yield from long_waits(parsed)
 
 
 def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:

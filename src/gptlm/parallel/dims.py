@@ -43,7 +43,7 @@ class ParallelDims:
             raise UsageError(
                 f"{named('tensor_parallel_degree')} ({tensor}) x {named('pipeline_parallel_degree')} ({pipeline}) = "
                 f"{model} does not divide the number of processes ({world}); launch {fitting}: torchrun "
-                f"--nproc_per_node {fitting} scripts/run_pretrain.py ..., or lower the degrees"
+                f"--nproc_per_node {fitting} ..., or lower the degrees"
             )
         return cls(world, tensor, pipeline)
 
