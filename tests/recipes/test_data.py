@@ -109,6 +109,14 @@ def test_check_and_stats(tmp_path, capsys):
     assert code == 1 and "document 9 begins before" in err
 
 
+def test_a_note_beside_the_data_that_does_not_fit_is_named(tmp_path, capsys):
+    write_tokens(tmp_path / "a", documents=10)
+    for noted, says in (('{"tokens": 1234}', "notes 1,234 tokens"), ('{"a": 1}', "does not note how many tokens")):
+        (tmp_path / "a.meta.json").write_text(noted)
+        code, _, err = run(capsys, "check", tmp_path / "a")
+        assert code == 1 and says in err and "None" not in err, err
+
+
 def test_a_foreign_end_of_document_is_named(tmp_path, capsys):
     """The tokenizer noted beside the data says which id is right; without a note any shared id is."""
     writer = IndexedTokensWriter(str(tmp_path / "a"), 500)

@@ -70,8 +70,10 @@ def check(arguments: PrefixArguments) -> None:
         reason = f"not below {vocab_size}" if token >= 0 else "and ids begin with 0"
         raise GptlmError(f"{tokens.prefix}: sequence {sequence}, token {offset} is id {token}, {reason}")
     if facts and facts.get("tokens") != len(tokens.tokens):
+        noted = f"notes {facts['tokens']:,} tokens" if "tokens" in facts else "does not note how many tokens there are"
         raise GptlmError(
-            f"{tokens.prefix}.meta.json speaks of {facts.get('tokens')} tokens, there are {len(tokens.tokens)}"
+            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it is of other data; remove it "
+            "or preprocess again"
         )
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
