@@ -158,5 +158,7 @@ def test_a_tokenizer_trained_on_pieces_is_the_same(small_pieces):
 def test_a_long_text_to_evaluate_has_the_same_ids(small_pieces, monkeypatch):
     monkeypatch.setattr(evaluate, "PIECE", 5)
     tokenizer = train_tokenizer(list(texts(100, 60)), 400)
-    for text in texts(100, 60, seed=3):  # end-of-text tokens written in a text are tokens here
-        assert evaluate._ids(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    for allowed in (True, False):  # whether end-of-text tokens that a text spells are tokens
+        for text in texts(100, 60, seed=3):
+            whole = tokenizer(text, add_special_tokens=False, split_special_tokens=not allowed)["input_ids"]
+            assert evaluate._ids(tokenizer, text, allowed) == whole

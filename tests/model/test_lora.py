@@ -103,7 +103,7 @@ def test_gradients_with_and_without_recomputation(tiny_model, granularity):
 
 def test_the_folder_holds_adapters_only(tiny_model, tmp_path):
     folder = save(adapted(tiny_model), tmp_path / "a")
-    files = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md"}
     assert {path.name for path in folder.iterdir()} == files
     stored = load_file(folder / "adapter_model.safetensors")
     assert len(stored) == 2 * 2 * 4 and all(".lora_A.weight" in name or ".lora_B.weight" in name for name in stored)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes import pretrain_data
+from gptlm.training.logging import start_logging
 from tests.conftest import write_tokens
 
 
@@ -132,22 +132,22 @@ def test_a_foreign_end_of_document_is_named(tmp_path, capsys):
     assert "warning" not in run(capsys, "check", tmp_path / "a")[1]
 
 
-def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
+def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, capsys, monkeypatch):
+    start_logging(speaks=True)
     write_tokens(tmp_path / "a", documents=300)
     words = f"--model_name_or_path {tiny_model} --input_dir {tmp_path}/a --output_dir {tmp_path}/o --max_steps 6"
     resolved = parse_pretrain([*words.split(), "--do_train"], {})
     corpora = open_corpora(f"{tmp_path}/a", "1,0,0")
     tokenizer = train_tokenizer(["a b"] * 9, 260)
+    capsys.readouterr()
     pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
-    assert caplog.text.count("end with the tokenizer's end-of-text id 0: a model cannot learn") == 1
-    caplog.clear()
+    assert capsys.readouterr().out.count("end with the tokenizer's end-of-text id 0: a model cannot learn") == 1
     pretrain_data.say_missing_ends(resolved, corpora, None)
-    assert caplog.text.count("of 256 documents looked at, ") == 1 and "other ids" in caplog.text
-    caplog.clear()
+    shown = capsys.readouterr().out
+    assert shown.count("of 256 documents looked at, ") == 1 and "other ids" in shown
     monkeypatch.setenv("RANK", "1")
     pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
-    assert not caplog.text
+    assert not capsys.readouterr().out
 
 
 def test_index_builds_what_training_will_look_for(tiny_model, tmp_path, capsys, monkeypatch):
