@@ -136,6 +136,8 @@ def test_what_comes_twice_or_alone_is_said():
     notes = parse_pretrain(shlex.split(BASE + "--seed 3 --seed 3 --seed 4 --recompute_granularity full"), {}).notes
     assert "--seed 3 has no effect: --seed 4 comes after it" in notes
     assert "--recompute_granularity has no effect: recompute is off" in notes
+    notes = parse_pretrain(shlex.split(BASE + "--use_cpu --device gpu"), {}).notes
+    assert "--use_cpu has no effect: --device gpu comes after it" in notes
     refused(f"{BASE} --recompute 1 --no_recompute_layers 0 99", "no_recompute_layers 99: the layers are 0 to")
 
 

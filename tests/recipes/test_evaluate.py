@@ -182,7 +182,8 @@ def test_records_are_scored_as_preprocessing_lays_them(work, tmp_path, capsys):
         ("--task TEXT --eval_path d.jsonl", "d.jsonl, line 1: .*'text'"),
         ("--task WIKITEXT2 --eval_path d.jsonl", "give --task TEXT, which reads the texts"),
         ("--task TEXT --eval_path d.tokens.gz", "not UTF-8 .byte 1.; unpack it"),
-        ("--task TEXT --eval_path blank.jsonl", "holds no text under 'text'"),
+        ("--task TEXT --eval_path blank.jsonl", "nothing to evaluate: all 1 texts under 'text' are empty"),
+        ("--task TEXT --eval_path none.jsonl", "nothing to evaluate: it has no records"),
         ("--task LAMBADA --eval_path l.jsonl --max_seq_length 1", "l.jsonl, line 2: the last word has"),
     ],
 )
@@ -190,6 +191,7 @@ def test_files_that_the_task_does_not_read_are_named(work, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text('{"body": "a b"}')
     Path("blank.jsonl").write_text('{"text": " "}')
+    Path("none.jsonl").write_text("")
     Path("l.jsonl").write_text('{"text": "the cat"}\n{"text": "the zzzzzzz"}')
     Path("d.tokens.gz").write_bytes(gzip.compress(b"a b"))
     with pytest.raises((GptlmError, UsageError), match=message):

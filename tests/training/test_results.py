@@ -2,7 +2,7 @@
 
 import json
 
-from gptlm.training.results import remove_results, suffix_of, write_results
+from gptlm.training.results import remove_results, suffix_of, summary_table, write_results
 
 
 def read(folder, name):
@@ -39,3 +39,11 @@ def test_the_trained_model_takes_the_plain_names(tmp_path):
     assert read(tmp_path, "eval_results-2") == read(tmp_path, "all_results-2") == {"eval_loss": 2.0}
     remove_results(tmp_path)
     assert not (tmp_path / "eval_results.json").exists() and (tmp_path / "eval_results-2.json").exists()
+
+
+def test_a_run_without_log_lines_has_no_speed():
+    history = [{"eval_loss": 2.0}, {"eval_loss": 1.0}]
+    row = summary_table("tiny", history, parameters=1_500_000, seq_length=8, steps=3)[2]
+    assert row == "| tiny | 1.5M | 2.718 | 2.718 | - | - | 8 | 3 |"
+    history.append({"interval_samples_per_second": 4.0})
+    assert "| 4.00 | 32 |" in summary_table("tiny", history, parameters=1, seq_length=8, steps=3)[2]

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlm.config.command_line import Sections, read_words
-from gptlm.config.word import Word
+from gptlm.config.word import Word, canonical
 from gptlm.errors import UsageError, with_flags_shown
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -227,11 +227,16 @@ def _take(word: Word, vocabulary: Vocabulary, flags: dict[str, tuple[Field, Any]
         return
     value = (not _cast_bool(word)) if negated else _cast(word, f, kind)
     if parsed.sources[name].startswith("--") and word.place.startswith("--") and value != parsed.values[name]:
-        lost, kept = (shown(given) for given in (parsed.values[name], value))
-        parsed.note(f"{parsed.typed[name]} {lost} has no effect: {word.typed} {kept} comes after it")
+        lost = _with_value(parsed.typed[name], parsed.values[name], vocabulary)
+        parsed.note(f"{lost} has no effect: {_with_value(word.typed, value, vocabulary)} comes after it")
     parsed.set(name, value, word.place)
     parsed.words[name] = known
     parsed.typed[name] = word.typed
+
+
+def _with_value(typed: str, value: Any, vocabulary: Vocabulary) -> str:
+    """The flag as it was typed and its value, but for words such as --use_cpu, which are one already."""
+    return typed if canonical(typed.lstrip("-")) in vocabulary.settings else f"{typed} {shown(value)}"
 
 
 def _resolve(

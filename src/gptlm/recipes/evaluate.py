@@ -163,9 +163,11 @@ def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBas
 def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
     """Ids of the texts in a file of records, end to end, and their original tokens."""
     path, key = arguments.eval_path or "", arguments.json_key
-    texts = [text for text in read_texts(path, key) if text.strip()]
+    records = list(read_texts(path, key))
+    texts = [text for text in records if text.strip()]
     if not texts:
-        raise GptlmError(f"{path} holds no text under {key!r}; name the key with --json_key")
+        found = f"all {len(records)} texts under {key!r} are empty" if records else "it has no records"
+        raise GptlmError(f"{path} holds nothing to evaluate: {found}; give another file or another --json_key")
     end = f", each followed by {tokenizer.eos_token}" if tokenizer.eos_token else ""
     logger.info("%s: the texts under %r of %d documents, end to end%s", path, key, len(texts), end)
     if not arguments.allow_special_tokens:

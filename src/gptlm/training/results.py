@@ -77,14 +77,14 @@ def summary_table(
     """
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     speeds = [s for entry in history if (s := entry.get("interval_samples_per_second")) is not None][-WINDOW:]
-    speed = sum(speeds) / len(speeds) if speeds else float("nan")
+    speed = sum(speeds) / len(speeds) if speeds else None
     row = {
         "NAME": name,
         "params": f"{parameters / 1e6:.1f}M",
         "final PPL": f"{perplexity(losses[-1]):.3f}" if losses else "-",
         "best PPL": f"{perplexity(min(losses)):.3f}" if losses else "-",
-        "samples/s": f"{speed:.2f}",
-        "tokens/s": f"{speed * seq_length:.0f}",
+        "samples/s": "-" if speed is None else f"{speed:.2f}",
+        "tokens/s": "-" if speed is None else f"{speed * seq_length:.0f}",
         "seq_len": str(seq_length),
         "Steps": str(steps),
     }
