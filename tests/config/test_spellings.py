@@ -191,6 +191,15 @@ def test_trackers_that_are_given_win_over_a_dialect_s(words):
     assert parse_pretrain(argv, {}).training.report_to == ["wandb"]
 
 
+def test_megatron_s_words_for_wandb_say_what_to_type():
+    sizes = "--num-layers 2 --hidden_size 32 --num_attention_heads 2"
+    run = parse_pretrain(f"{BASE} {sizes} --wandb-project p --wandb-exp-name first --wandb-save-dir w".split(), {})
+    assert run.training.run_name == "first"
+    for variable, word in (("WANDB_PROJECT", "--wandb-project"), ("WANDB_DIR", "--wandb-save-dir")):
+        note = next(note for note in run.notes if variable in note)
+        assert note.startswith(word) and "--report_to wandb" in note
+
+
 @pytest.mark.parametrize(
     ("content", "flag", "value"),
     [

@@ -3,6 +3,7 @@
 from gptlm.config.spellings import OFF, OFF_DEGREE
 
 RENAMED = {
+    "wandb_exp_name": "run_name",
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",
     "attention_dropout": "attention_probs_dropout_prob",
@@ -48,6 +49,9 @@ KERNELS = "a speed switch of the original's kernels; results are the same withou
 FORMAT = "token files are read in every format, which is found in the files"
 OWN_CHECKPOINTS = "checkpoints here are one format, verified and complete"
 IGNORED = {
+    "wandb_project": "give --report_to wandb, and set WANDB_PROJECT in the environment",
+    "wandb_entity": "give --report_to wandb, and set WANDB_ENTITY in the environment",
+    "wandb_save_dir": "give --report_to wandb, and set WANDB_DIR in the environment",
     "DDP_impl": "gradients are reduced by DistributedDataParallel or DeepSpeed",
     "distributed_backend": "nccl on GPUs, gloo on CPUs",
     "use_cpu_initialization": "weights are the same on every layout",
