@@ -5,16 +5,16 @@ import shlex
 
 import pytest
 
-from gptlm.config.converting import parse_convert
-from gptlm.config.data_tools import parse_order, parse_prefix
-from gptlm.config.evaluation import EVALUATE, resolve_evaluate
-from gptlm.config.generation import parse_predict
-from gptlm.config.launching import parse_launch
+from gptlm.config.args.convert import parse_convert
+from gptlm.config.args.data_tools import parse_order, parse_prefix
+from gptlm.config.args.evaluate import EVALUATE, resolve_evaluate
+from gptlm.config.args.predict import parse_predict
+from gptlm.config.args.preprocess import parse_preprocess, parse_tokenizer
+from gptlm.config.args.sft import parse_merge, parse_sft
 from gptlm.config.parser import parse
-from gptlm.config.planning import parse_plan
 from gptlm.config.run import parse_pretrain
-from gptlm.config.sft import parse_merge, parse_sft
-from gptlm.config.tools import parse_preprocess, parse_tokenizer
+from gptlm.launcher.args import parse_launch
+from gptlm.planner.args import parse_plan
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,21 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.checks import check_readable
-from gptlm.config.converting import CONVERT, parse_convert
-from gptlm.config.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
-from gptlm.config.evaluation import EVALUATE, parse_evaluate, resolve_evaluate
-from gptlm.config.evaluation import HELP as EVALUATE_HELP
-from gptlm.config.foreign import ConversionNeeded, with_conversions
-from gptlm.config.generation import PREDICT, STDIN, parse_predict, resolve_predict
-from gptlm.config.launch_script import split_command
-from gptlm.config.launching import HELP as LAUNCH_HELP
-from gptlm.config.launching import LAUNCH, parse_launch
-from gptlm.config.parser import Vocabulary, help_text
-from gptlm.config.planning import PLAN, parse_plan, with_layout
-from gptlm.config.run import PRETRAIN, Run, parse_pretrain
-from gptlm.config.sft import MERGE, SFT, parse_merge, parse_sft, resolve_merge
-from gptlm.config.tools import (
+from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
+from gptlm.config.args.convert import CONVERT, parse_convert
+from gptlm.config.args.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
+from gptlm.config.args.evaluate import EVALUATE, parse_evaluate, resolve_evaluate
+from gptlm.config.args.evaluate import HELP as EVALUATE_HELP
+from gptlm.config.args.predict import PREDICT, STDIN, parse_predict, resolve_predict
+from gptlm.config.args.preprocess import (
     DEMO,
     PREPROCESS,
     TOKENIZER,
@@ -36,9 +28,17 @@ from gptlm.config.tools import (
     parse_preprocess,
     parse_tokenizer,
 )
+from gptlm.config.args.sft import MERGE, SFT, parse_merge, parse_sft, resolve_merge
+from gptlm.config.parser import Vocabulary, help_text
+from gptlm.config.run import PRETRAIN, Run, parse_pretrain
+from gptlm.config.validate import check_readable
 from gptlm.errors import GptlmError, UsageError, from_worker
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
+from gptlm.launcher.args import HELP as LAUNCH_HELP
+from gptlm.launcher.args import LAUNCH, parse_launch
+from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, settings_of
+from gptlm.planner.args import PLAN, parse_plan, with_layout
 from gptlm.quiet import quiet_libraries
 
 HELP = ("-h", "--help")
@@ -59,7 +59,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
         return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each chooses the layout again
     see_one_card(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
-        from gptlm.recipes.pretrain import pretrain as recipe
+        from gptlm.recipes.pretrain.run import pretrain as recipe
 
         recipe(run)
     return None
@@ -73,7 +73,7 @@ def sft(argv: Sequence[str]) -> None:
         return
     see_one_card(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
-        from gptlm.recipes.sft import sft as recipe
+        from gptlm.recipes.sft.run import sft as recipe
 
         recipe(run)
 
@@ -94,7 +94,7 @@ def merge_lora(argv: Sequence[str]) -> None:
 def convert(argv: Sequence[str]) -> None:
     conversion = parse_convert(argv)
     with logged_in(Path(conversion.main.output or "").parent):
-        from gptlm.recipes.convert import convert as recipe
+        from gptlm.recipes.convert.run import convert as recipe
 
         recipe(conversion)
 
@@ -110,7 +110,7 @@ def preprocess(argv: Sequence[str]) -> None:
 def tokenizer(argv: Sequence[str]) -> None:
     arguments = parse_tokenizer(argv)
     with logged_in(arguments.output_dir):
-        from gptlm.recipes.tokenizer import tokenizer as recipe
+        from gptlm.recipes.train_tokenizer import tokenizer as recipe
 
         recipe(arguments)
 
@@ -159,15 +159,15 @@ def demo(argv: Sequence[str]) -> None:
 
 
 def launch(argv: Sequence[str]) -> int:
-    from gptlm.recipes.launch import count_cards, is_own
-    from gptlm.recipes.launch import launch as recipe
+    from gptlm.launcher.run import count_cards, is_own
+    from gptlm.launcher.run import launch as recipe
 
     return recipe(parse_launch(argv, os.environ.get("CUDA_VISIBLE_DEVICES"), count_cards=count_cards, is_own=is_own))
 
 
 def plan(argv: Sequence[str]) -> None:
     job = parse_plan(argv)
-    from gptlm.recipes.plan import plan as recipe
+    from gptlm.planner.report import plan as recipe
 
     recipe(job)
 
@@ -180,7 +180,7 @@ def data(argv: Sequence[str]) -> None:
         print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0] + DEBUG_HELP, DATA_TOOLS[tool][1]), end="")
         return
     parsed = DATA_TOOLS[tool][2](words)
-    from gptlm.recipes import data as recipes
+    from gptlm.recipes import data_tools as recipes
 
     tools: dict[str, Callable[[Any], object]] = {
         "check": recipes.check,
@@ -195,7 +195,7 @@ def data(argv: Sequence[str]) -> None:
 
 
 def _convert(needed: ConversionNeeded) -> None:
-    from gptlm.recipes.convert import convert_once
+    from gptlm.recipes.convert.run import convert_once
 
     convert_once(needed.path, needed.result.parent, needed.heads, needed.vocabulary)
 
@@ -222,7 +222,7 @@ def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:
 def _print_run(run: Run) -> None:
     if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
         with redirect_stdout(sys.stderr):  # DeepSpeed's log is on stdout, which is for the JSON here
-            from gptlm.recipes.sharding import check_file
+            from gptlm.recipes.common.deepspeed import check_file
 
             check_file(run)
     print(run.as_json())

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from gptlm.config.args.sft import parse_sft
 from gptlm.config.run import parse_pretrain
-from gptlm.config.sft import parse_sft
 from gptlm.errors import UsageError
-from gptlm.recipes.machine import Machine
-from gptlm.recipes.sharding import check_file, deepspeed_config
+from gptlm.recipes.common.deepspeed import check_file, deepspeed_config
+from gptlm.recipes.common.device import Machine
 from tests.config.test_messages import save_model
 
 SIZES = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --input_dir d --output_dir o --max_steps 5"

@@ -6,14 +6,14 @@ from dataclasses import asdict
 import pytest
 
 from gptlm.cli import main
-from gptlm.config.evaluation import parse_evaluate
-from gptlm.config.generation import parse_predict
+from gptlm.config.args.evaluate import parse_evaluate
+from gptlm.config.args.predict import parse_predict
+from gptlm.config.args.sft import parse_merge, parse_sft
 from gptlm.config.parser import parse
-from gptlm.config.planning import parse_plan
 from gptlm.config.run import PRETRAIN, parse_pretrain
-from gptlm.config.sft import parse_merge, parse_sft
 from gptlm.errors import GptlmError, UsageError, named, with_flags_shown
 from gptlm.model.presets import Shape
+from gptlm.planner.args import parse_plan
 
 
 def save_model(folder, positions=64):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from gptlm.config.args.sft import SFT
 from gptlm.config.parser import help_text, parse
 from gptlm.config.run import PRETRAIN
-from gptlm.config.sft import SFT
 from gptlm.errors import UsageError
 
 

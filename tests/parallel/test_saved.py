@@ -7,11 +7,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config
 
+from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.loss import linear_cross_entropy
-from gptlm.parallel.apply import parallelize
 from gptlm.parallel.dims import ParallelDims
-from gptlm.parallel.mesh import Mesh
+from gptlm.parallel.parallelize import parallelize
+from gptlm.parallel.process_groups import Mesh
 
 DEGREE, BATCH, LENGTH, WIDTH = 4, 2, 128, 256
 

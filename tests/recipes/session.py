@@ -22,13 +22,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from gptlm.config.args.sft import parse_sft
 from gptlm.config.run import parse_pretrain
-from gptlm.config.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
-from gptlm.recipes import training
-from gptlm.recipes.machine import Machine
-from gptlm.recipes.pretrain import pretrain
-from gptlm.recipes.sft import sft
+from gptlm.recipes.common import training
+from gptlm.recipes.common.device import Machine
+from gptlm.recipes.pretrain.run import pretrain
+from gptlm.recipes.sft.run import sft
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptlm.checkpoints import huggingface
 from gptlm.cli import main
-from tests.checkpoints.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
+from gptlm.conversion import huggingface
+from tests.conversion.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache
 from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
-from gptlm.recipes.pretrain import pretrain
+from gptlm.recipes.pretrain.run import pretrain
 
 LENGTH = 48
 STILL = (  # weights stand still: every loss is that of the loaded ones

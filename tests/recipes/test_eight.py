@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from gptlm.cli import main
-from gptlm.config.launching import parse_launch
-from gptlm.config.planning import precision_of, sizes_of
 from gptlm.config.run import parse_pretrain
-from gptlm.parallel.memory import GIB, Layout, memory_of
-from gptlm.parallel.planner import RESERVE
-from gptlm.parallel.split import layers_of
-from gptlm.recipes.pretrain import pretrain
+from gptlm.launcher.args import parse_launch
+from gptlm.parallel.sharding import layers_of
+from gptlm.planner.args import precision_of, sizes_of
+from gptlm.planner.memory import GIB, Layout, memory_of
+from gptlm.planner.search import RESERVE
+from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.sampler import ConsecutiveBatches
 from tests.config.test_run import README
 from tests.conftest import ROOT
-from tests.parallel.test_mesh import GROUPS, places
+from tests.parallel.test_process_groups import GROUPS, places
 from tests.recipes.test_layouts import BASE, case, stock_model, weights
 from tests.recipes.test_pretrain import reference_run
 from tests.recipes.test_sharding import losses, norms, run_session

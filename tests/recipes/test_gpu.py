@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gptlm.checkpoint.folder import read
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError
-from gptlm.model.documents import Documents, document_attention
-from gptlm.model.fused_gelu import GELU_AUX_BIAS, _products, linear_gelu, linear_gelu_gradient
-from gptlm.recipes.pretrain import pretrain
-from gptlm.training.checkpoint import read
-from gptlm.training.master import MasterWeightAdamW, clip
+from gptlm.kernels.fused_gelu import GELU_AUX_BIAS, _products, linear_gelu, linear_gelu_gradient
+from gptlm.kernels.varlen_attention import Documents, document_attention
+from gptlm.recipes.pretrain.run import pretrain
+from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
 
 SAID = "the passes of a micro-batch are replayed as a CUDA graph"

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from gptlm.training.checkpoint import read
+from gptlm.checkpoint.folder import read
 from tests.recipes.test_pretrain import reference_batches, reference_run
 from tests.recipes.test_sharding import NO_DROPOUT, launch, losses, norms, run_session
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
-from tests.recipes.test_dialects import YAML
+from tests.recipes.test_compat import YAML
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 512 --split 80,10,10"
 

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import safe_globals
 
+from gptlm.checkpoint import folder as checkpoint
 from gptlm.config.run import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.collate import collate_blocks
@@ -24,10 +25,9 @@ from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer
-from gptlm.recipes import model as pretrain_model
-from gptlm.recipes.pretrain import pretrain
-from gptlm.training import checkpoint
-from gptlm.training.logging import start_logging
+from gptlm.recipes.common import model as pretrain_model
+from gptlm.recipes.pretrain.run import pretrain
+from gptlm.training.metrics.throughput import start_logging
 from tests.conftest import write_tokens
 
 BASE = (
@@ -133,7 +133,7 @@ def test_masked_labels_count_only_what_is_left(train, tiny_model, corpus_folder,
         targets = torch.where(batch["labels"] < 250, -100, batch["labels"])
         return {**batch, "labels": targets, "shift_labels": targets}
 
-    monkeypatch.setattr("gptlm.recipes.pretrain.collator", lambda run: masking)
+    monkeypatch.setattr("gptlm.recipes.pretrain.run.collator", lambda run: masking)
     _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
     wanted, *_ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2, masked=250)
     assert losses(history) == pytest.approx(wanted, abs=2e-5)
@@ -148,7 +148,7 @@ def test_the_loss_does_not_depend_on_transformers_loss_type(train, tiny_model, c
         model.loss_type = loss_type
         return model
 
-    monkeypatch.setattr("gptlm.recipes.pretrain.make_model", make)
+    monkeypatch.setattr("gptlm.recipes.pretrain.run.make_model", make)
     _, history = train(*NO_DROPOUT, "--gradient_accumulation_steps", "2")
     wanted, *_ = reference_run(tiny_model, corpus_folder / "mmap", 6, 2, 2)
     assert losses(history)[0] == pytest.approx(wanted[0], abs=1e-6)
@@ -275,7 +275,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_older_checkpoint_whole(tiny_
     run = f"""
 import resource, sys
 from transformers import TrainerCallback
-from gptlm.recipes import training as recipe
+from gptlm.recipes.common import training as recipe
 class Full(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
@@ -459,7 +459,7 @@ def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch,
     def no_model(*arguments):
         raise AssertionError("the model was built")
 
-    monkeypatch.setattr("gptlm.recipes.pretrain.make_model", no_model)
+    monkeypatch.setattr("gptlm.recipes.pretrain.run.make_model", no_model)
     write_tokens(tmp_path / "d" / "c")
     prepare(tmp_path / "d")
     with pytest.raises(GptlmError, match=says) as caught:
@@ -823,7 +823,7 @@ def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path):
 
 
 def test_float8_without_torchao_is_said_before_anything_is_read(monkeypatch, train):
-    monkeypatch.setattr("gptlm.recipes.speed.find_spec", lambda name: None)
+    monkeypatch.setattr("gptlm.recipes.common.acceleration.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--fp8 needs torchao, .* pip install 'gptlm\[fp8\]'"):
         train("--bf16", "--fp8", data="/no/such/folder")
 

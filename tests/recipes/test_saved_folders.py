@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, pipeline
 
 from gptlm.cli import main
+from gptlm.config.args.sft import parse_sft
 from gptlm.config.run import parse_pretrain
-from gptlm.config.sft import parse_sft
 from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer, train_tokenizer
-from gptlm.recipes.pretrain import pretrain
-from gptlm.recipes.sft import sft
+from gptlm.recipes.pretrain.run import pretrain
+from gptlm.recipes.sft.run import sft
 from tests.conftest import write_tokens
 
 FEW = "--max_steps 1 --per_device_train_batch_size 1 --device cpu --disable_tqdm --report_to none --do_train".split()

@@ -14,16 +14,16 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gptlm.config.sft import parse_sft
+from gptlm.config.args.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_card import write_card
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.merge_lora import merge
-from gptlm.recipes.sft import sft
-from gptlm.recipes.sft_data import load_data
-from gptlm.recipes.sft_sources import find_sources
-from gptlm.training.logging import start_logging
+from gptlm.recipes.sft.data import load_data
+from gptlm.recipes.sft.run import sft
+from gptlm.recipes.sft.sources import find_sources
+from gptlm.training.metrics.throughput import start_logging
 from tests.conftest import run_script
 from tests.recipes.test_pretrain import tracked_parameters
 

@@ -8,15 +8,15 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
-from gptlm.config.evaluation import parse_evaluate
-from gptlm.config.generation import parse_predict
-from gptlm.config.sft import parse_sft
+from gptlm.config.args.evaluate import parse_evaluate
+from gptlm.config.args.predict import parse_predict
+from gptlm.config.args.sft import parse_sft
 from gptlm.errors import UsageError
 from gptlm.inference.generation import encode_prompts, stop_ids
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.tasks import Cloze
 from gptlm.model.tokenizer import add_tokens, train_tokenizer
-from gptlm.recipes.sft import sft
+from gptlm.recipes.sft.run import sft
 from tests.data.test_chat import CHATML
 
 TALK = [

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gptlm.training.checkpoint import read
+from gptlm.checkpoint.folder import read
 from tests.conftest import ROOT, run_script
 from tests.recipes.test_sft import BASE, NO_DROPOUT, ROWS, examples, model  # noqa: F401 - fixtures
 from tests.recipes.test_sharding import TINY, losses, norms, run_session
@@ -64,8 +64,8 @@ def session(model, examples, tmp_path_factory):  # noqa: F811
 @pytest.fixture(scope="module")
 def alone(model, examples, tmp_path_factory):  # noqa: F811
     """The same in one process with twice the micro-batch."""
-    from gptlm.config.sft import parse_sft
-    from gptlm.recipes.sft import sft
+    from gptlm.config.args.sft import parse_sft
+    from gptlm.recipes.sft.run import sft
 
     def run(*more):
         folder = tmp_path_factory.mktemp("alone")

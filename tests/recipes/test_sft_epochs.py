@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from gptlm.training.checkpoint import newest
+from gptlm.checkpoint.folder import newest
 from tests.recipes.test_sft import NO_DROPOUT, ROWS, by_hand, examples, losses, model, tune  # noqa: F401 - fixtures
 
 NINE = ROWS[:9]

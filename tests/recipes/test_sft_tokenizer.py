@@ -2,10 +2,10 @@
 
 import pytest
 
-from gptlm.config.sft import parse_sft
+from gptlm.config.args.sft import parse_sft
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import add_tokens, load_tokenizer, train_tokenizer
-from gptlm.recipes.sft_tokenizer import check_tokenizer, find_sft_tokenizer
+from gptlm.recipes.sft.tokenizer import check_tokenizer, find_sft_tokenizer
 
 
 @pytest.fixture

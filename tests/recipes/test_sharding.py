@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from gptlm.checkpoint.folder import read
 from gptlm.config.run import parse_pretrain
-from gptlm.recipes.pretrain import pretrain
-from gptlm.training.checkpoint import read
+from gptlm.recipes.pretrain.run import pretrain
 from tests.conftest import ROOT
 
 STEPS, SAVED = 10, 5

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from gptlm.training.callbacks import PlainProgress
-from gptlm.training.logging import start_logging
+from gptlm.training.metrics.throughput import start_logging
 
 
 def test_a_line_comes_after_a_minute_without_one(capsys, monkeypatch):

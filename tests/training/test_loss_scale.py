@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gptlm.training.loss_scale import LossScale
+from gptlm.training.precision.loss_scale import LossScale
 
 
 def drive(scale, overflows):

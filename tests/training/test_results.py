@@ -2,7 +2,7 @@
 
 import json
 
-from gptlm.training.results import remove_results, suffix_of, summary_table, write_results
+from gptlm.training.metrics.results import remove_results, suffix_of, summary_table, write_results
 
 
 def read(folder, name):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gptlm.training.text_metrics import text_scores
+from gptlm.training.metrics.text import text_scores
 
 
 def test_words_by_hand():

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from gptlm.config.argument_files import YAML_ENDINGS, find, has_sections, json_words, load_yaml, yaml_words
-from gptlm.config.fleetx import Configuration, read_configuration
+from gptlm.compat.fleetx.load import Configuration, read_configuration
+from gptlm.config.files import YAML_ENDINGS, find, has_sections, json_words, load_yaml, yaml_words
 from gptlm.config.word import Translation, Word, canonical
 from gptlm.errors import UsageError
 

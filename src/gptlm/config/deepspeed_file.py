@@ -7,7 +7,7 @@ from typing import Any
 
 from gptlm.config.parser import LARGEST, Parsed, shown
 from gptlm.errors import UsageError, named
-from gptlm.parallel.zero import superseded
+from gptlm.parallel.zero_config import superseded
 
 SIZES = {  # keys of the file -> flags
     "train_batch_size": "global_batch_size",

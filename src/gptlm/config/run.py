@@ -7,18 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptlm.config import spellings, spellings_megatron, spellings_transformers
-from gptlm.config.arguments import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.compat import megatron as spellings_megatron
+from gptlm.compat import paddlenlp as spellings
+from gptlm.compat import transformers as spellings_transformers
+from gptlm.compat.auto_convert import take_foreign_model, take_foreign_start
+from gptlm.compat.defaults import DialectArguments, resolve_dialect
+from gptlm.compat.fleetx.translate import training_words
+from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
-from gptlm.config.checks import pretrain_problems, problems_of, steps_apart
 from gptlm.config.deepspeed_file import take_deepspeed
-from gptlm.config.dialects import DialectArguments, resolve_dialect
-from gptlm.config.fleetx_words import training_words
-from gptlm.config.foreign import take_foreign_model, take_foreign_start
-from gptlm.config.layouts import degrees_fit, not_built
-from gptlm.config.messages import all_in_user_words, in_user_words
-from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.config.resolving import (
+from gptlm.config.derive import (
     INTERVALS,
     name_layout,
     resolve_batch,
@@ -27,8 +25,12 @@ from gptlm.config.resolving import (
     resolve_schedule,
     resolve_strategies,
 )
-from gptlm.config.shapes import ModelSource, find_model, resolve_shape
+from gptlm.config.messages import all_in_user_words, in_user_words
+from gptlm.config.model_size import ModelSource, find_model, resolve_shape
+from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.tokenizer_class import drop_class
+from gptlm.config.validate import pretrain_problems, problems_of, steps_apart
+from gptlm.config.validate_layout import degrees_fit, not_built
 from gptlm.errors import UsageError, named
 from gptlm.model.presets import Shape, has_weights
 from gptlm.parallel.dims import ParallelDims

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlm.inference.finite import check_finite
+from gptlm.kernels.linear_cross_entropy import CHUNK_TOKENS
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.loss import CHUNK_TOKENS
 
 Tokens = Sequence[int] | np.ndarray
 

@@ -28,8 +28,8 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from gptlm.model.documents import Documents, document_attention
-from gptlm.model.loss import summed_loss
+from gptlm.kernels.linear_cross_entropy import summed_loss
+from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.model.mlp import MLP, residual_projection
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config
 
-from gptlm.model.fused_gelu import feed_forward, fits
+from gptlm.kernels.fused_gelu import feed_forward, fits
 
 
 def residual_projection(inputs: int, outputs: int) -> nn.Linear:

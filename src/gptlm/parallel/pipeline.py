@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 
-from gptlm.parallel.mesh import Mesh
-from gptlm.parallel.split import layers_of
+from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import layers_of
 
 
 class Stage(nn.Module):

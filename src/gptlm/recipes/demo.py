@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
 
-from gptlm.config.generation import parse_predict
+from gptlm.config.args.predict import parse_predict
+from gptlm.config.args.preprocess import DemoArguments, parse_preprocess, parse_tokenizer
 from gptlm.config.run import parse_pretrain
-from gptlm.config.tools import DemoArguments, parse_preprocess, parse_tokenizer
 from gptlm.recipes.predict import predict
 from gptlm.recipes.preprocess import preprocess
-from gptlm.recipes.pretrain import pretrain
-from gptlm.recipes.tokenizer import tokenizer
+from gptlm.recipes.pretrain.run import pretrain
+from gptlm.recipes.train_tokenizer import tokenizer
 
 PROMPTS = ("Return a list of", "The function raises", "This class is used to")
 SHORTEST = 80  # characters; shorter docstrings say little

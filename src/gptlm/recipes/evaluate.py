@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.evaluation import EvaluateArguments
+from gptlm.config.args.evaluate import EvaluateArguments
 from gptlm.data.corpus import holds_records, read_texts
 from gptlm.data.cutting import PIECE, Cutter
 from gptlm.data.special_tokens import log_spelled
@@ -33,9 +33,9 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
-from gptlm.recipes.machine import choose_machine, process_group_closed, use_device
-from gptlm.recipes.waiting import join_by_cpu
-from gptlm.training.logging import start_logging
+from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device
+from gptlm.recipes.common.main_process_first import join_by_cpu
+from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 

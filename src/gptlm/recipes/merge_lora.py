@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 import transformers
 
-from gptlm.config.sft import MergeArguments
+from gptlm.checkpoint.folder import writing
+from gptlm.config.args.sft import MergeArguments
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.adapters import load_adapted
 from gptlm.model.adapter_files import base_hint, base_of, ends_of
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import fit_to_model
-from gptlm.recipes.start import check_output
-from gptlm.training.checkpoint import writing
-from gptlm.training.logging import start_logging
+from gptlm.recipes.common.resume import check_output
+from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.generation import DEFAULT_PROMPTS, PredictArguments
+from gptlm.checkpoint.disk import write_failure
+from gptlm.config.args.predict import DEFAULT_PROMPTS, PredictArguments
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference
@@ -20,10 +21,9 @@ from gptlm.inference.streaming import Stream
 from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
-from gptlm.recipes.machine import choose_machine, use_device
-from gptlm.recipes.prompts import read_prompts
-from gptlm.training.disk import write_failure
-from gptlm.training.logging import start_logging
+from gptlm.recipes.common.device import choose_machine, use_device
+from gptlm.recipes.common.prompts import read_prompts
+from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.tools import PreprocessJob
+from gptlm.checkpoint.disk import write_failure
+from gptlm.config.args.preprocess import PreprocessJob
 from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.endings import missing_end
@@ -26,8 +27,7 @@ from gptlm.errors import GptlmError, doing
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
-from gptlm.training.disk import write_failure
-from gptlm.training.logging import start_logging
+from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.generation import PredictArguments
+from gptlm.config.args.predict import PredictArguments
 from gptlm.errors import GptlmError, reason_of
 from gptlm.inference.generation import Sampling, encode_prompts
 from gptlm.inference.streaming import Stream

@@ -24,18 +24,18 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import EvalLoopOutput
 
+from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.checkpointer import SavingTrainer
+from gptlm.compat.log_lines import FORMATS, Evaluation, Step
 from gptlm.data.epochs import Size
 from gptlm.errors import GptlmError
-from gptlm.training import checkpoint
 from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, PlainProgress, ProgressBar
-from gptlm.training.evaluation import loss_sum, mean_loss
-from gptlm.training.log_formats import FORMATS, Evaluation, Step
-from gptlm.training.logging import Throughput, log_line, train_fields
-from gptlm.training.memory import gpu_fields, process_fields
+from gptlm.training.lr_schedule import Schedule
+from gptlm.training.metrics.loss import loss_sum, mean_loss
+from gptlm.training.metrics.memory import gpu_fields, process_fields
+from gptlm.training.metrics.throughput import Throughput, log_line, train_fields
 from gptlm.training.sampler import ConsecutiveBatches
-from gptlm.training.saving import SavingTrainer
-from gptlm.training.schedule import Schedule
-from gptlm.training.stepping import ADVICE, FP16_ADVICE, START_ADVICE
+from gptlm.training.step import ADVICE, FP16_ADVICE, START_ADVICE
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""gptlm's own checkpoints."""

@@ -1,0 +1,193 @@
+"""Checkpoint folders that are whole or not there.
+
+A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest of every file and its size, and is renamed to
+`checkpoint-N`. One whose manifest does not agree with its files is passed over by name.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from gptlm.checkpoint.disk import is_of_writing, write_failure
+from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
+
+MANIFEST = "manifest.json"
+HISTORY = "trainer_state.json"
+PATTERN = re.compile(r"^checkpoint-(\d+)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder and the facts its run noted (`consumed_samples`, `global_step`, ...)."""
+
+    path: Path
+    facts: dict[str, Any]
+
+
+def staging_folder(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it counts."""
+    return output_dir / f".checkpoint-{step}.incomplete"
+
+
+def commit(staging: Path, facts: Mapping[str, Any]) -> Path:
+    """Give the finished folder `staging` its manifest and its final name, replacing an older folder of that name."""
+    files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
+    manifest = staging / MANIFEST
+    manifest.write_text(json.dumps({**facts, "files": files}, indent=1) + "\n", encoding="utf-8")
+    for file in [*staging.rglob("*")]:
+        if file.is_file():
+            _flush(file)
+    final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(staging, final)
+    _flush(final.parent)
+    return final
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in `path`.
+
+    Raises:
+        GptlmError: saying why it is not complete.
+    """
+    if not path.is_dir():
+        raise GptlmError(f"the checkpoint {path} does not exist; --resume_from_checkpoint takes a checkpoint-N folder")
+    try:
+        facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = facts.pop("files")
+    except FileNotFoundError:
+        raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        raise GptlmError(f"the checkpoint {path} has a damaged {MANIFEST}: {reason_of(error)}") from error
+    for name, size in files.items():
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            raise GptlmError(
+                f"the checkpoint {path} is damaged: {name} is {'missing' if found is None else f'{found} bytes long'}, "
+                f"expected {size} bytes"
+            )
+    _check_history(path)
+    return Checkpoint(path, facts)
+
+
+def _check_history(path: Path) -> None:
+    """Raises GptlmError if the log of the run that the Trainer reads is damaged; a converted checkpoint has none."""
+    try:
+        json.loads((path / HISTORY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise GptlmError(f"the checkpoint {path} is damaged: {HISTORY} cannot be read ({reason_of(error)})") from error
+
+
+def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The complete checkpoint of the highest step in `output_dir`, and why newer ones were passed over."""
+    passed_over: list[str] = []
+    for path in reversed(folders(output_dir)):
+        try:
+            return read(path), passed_over
+        except GptlmError as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def folders(output_dir: Path) -> list[Path]:
+    """All `checkpoint-N` folders, lowest step first."""
+    if not output_dir.is_dir():
+        return []
+    found = [path for path in output_dir.iterdir() if path.is_dir() and PATTERN.match(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """N of `checkpoint-N`."""
+    match = PATTERN.match(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def set_aside(output_dir: Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step`, from which a run goes on: they are damaged, or of a way that was left.
+
+    Returns the new folders, `left-checkpoint-N`, which nothing resumes from.
+    """
+    moved = []
+    for path in folders(output_dir):
+        if step_of(path) > step:
+            aside = path.with_name(f"left-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            moved.append(path.rename(aside))
+    return moved
+
+
+def rotate(output_dir: Path, limit: int | None, best: Path | None, written: Path) -> list[Path]:
+    """Remove the oldest checkpoints beyond `limit`; `written` and `best` stay. Returns what was removed."""
+    everything = folders(output_dir)
+    if limit is None or len(everything) <= limit:
+        return []
+    kept = {written.name} | ({best.name} if best is not None else set())
+    removable = [path for path in everything if path.name not in kept]
+    removed = removable[: len(everything) - max(limit, len(kept))]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove folders of checkpoints whose writing was interrupted."""
+    for path in output_dir.glob(".checkpoint-*.incomplete"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path, what: str, more: str = "earlier checkpoints are whole") -> Iterator[None]:
+    """A failure to write `what` to `path` as one sentence, and nothing half-written beside it.
+
+    Errors that are none of writing (memory, another process, another library's own checks) pass.
+    """
+    try:
+        with doing(f"saving {what}"):
+            yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_of_writing(error):
+            raise
+        reason = write_failure(error, path)
+        remove_leftovers(path.parent)  # what was written of it would fill the disk
+        kept = f"; {more}" if more else ""
+        raise GptlmError(f"cannot write {what} {path}: {reason}{kept}; then start the same command again") from error
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """A checkpoint file whose content is damaged although its size is right, as one sentence."""
+    try:
+        with doing(f"reading the checkpoint {path}"):
+            yield
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
+        if isinstance(error, GptlmError) or is_out_of_memory(error):
+            raise
+        advice = (
+            "mend the cause, or remove that folder to go on from an older one"
+            if isinstance(error, OSError)
+            else "remove that folder to go on from an older one"
+        )
+        raise GptlmError(f"the checkpoint {path} cannot be read: {reason_of(error)}; {advice}") from error
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,203 @@
+"""The optimizer state in files that know nothing of ranks, ZeRO stages or precision.
+
+`optimizer-00001.safetensors`, ... hold float32 tensors named `parameter|kind`: `exp_avg` and `exp_avg_sq` (AdamW's
+moments) and, where the model's own weights are half precision, `master` (their float32 copies). Parameters have the
+network's names and shapes, so any layout can take its part.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gptlm.errors import GptlmError
+from gptlm.parallel.deepspeed import as_float, whole
+from gptlm.parallel.gather import own_part, stored_name
+from gptlm.parallel.process_groups import Mesh
+from gptlm.training.precision.master_adamw import MasterWeightAdamW
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory while it writes
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> None:
+    """Write `tensors` as they come; every rank has to take them, one of them `writes`."""
+    pending: dict[str, Tensor] = {}
+    size = number = 0
+    for name, found in tensors:
+        if not writes:
+            continue
+        tensor = as_float(found)
+        pending[name] = tensor
+        size += tensor.numel() * tensor.element_size()
+        if size >= FILE_BYTES:
+            number += 1
+            _save(pending, folder, number)
+            pending, size = {}, 0
+    if pending:
+        _save(pending, folder, number + 1)
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> None:
+    path = folder / f"optimizer-{number:05d}.safetensors"
+    save_file(tensors, path)
+    path.chmod(0o666 & ~_umask())  # safetensors makes it for the owner only
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def files(folder: Path) -> list[Path]:
+    """The state files in `folder`."""
+    return sorted(folder.glob("optimizer-*.safetensors"))
+
+
+def gather(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """All state tensors of this process's parameters, without ZeRO's partition; every rank has to take them."""
+    return _sharded(model, optimizer) if _is_zero(optimizer) else _plain(model, optimizer)
+
+
+def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: int, mesh: Mesh | None = None) -> None:
+    """Weights and state of the checkpoint in `folder` into any layout.
+
+    Args:
+        weights: gives the checkpoint's weights by name (`StoredWeights` or `StoredAdapters`).
+        steps: optimizer steps the state has seen.
+        mesh: which share of each tensor is this process's; None: all of it.
+
+    Raises:
+        GptlmError: if a tensor is missing or of another shape.
+    """
+    stored = StoredStates(folder, weights, mesh)
+    if _is_zero(optimizer):
+        _load_sharded(stored, model, optimizer, steps)
+    else:
+        _load_plain(stored, model, optimizer, steps)
+
+
+class StoredStates:
+    """Tensors of a checkpoint by name, read one at a time, this process's share of each."""
+
+    def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None):
+        self.folder, self.weights, self.mesh = folder, weights, mesh
+        self.files: dict[str, Any] = {}
+        for path in files(folder):
+            file = safe_open(path, "pt")
+            self.files.update(dict.fromkeys(file.keys(), file))
+
+    def weight(self, name: str) -> Tensor:
+        """The most precise copy there is of a parameter."""
+        name = stored_name(name)
+        key = f"{name}|master"
+        return own_part(self.mesh, name, self._get(key) if key in self.files else self.weights.get(name))
+
+    def moment(self, name: str, kind: str) -> Tensor:
+        name = stored_name(name)
+        return own_part(self.mesh, name, self._get(f"{name}|{kind}"))
+
+    def has_moments(self, name: str) -> bool:
+        return f"{stored_name(name)}|{MOMENTS[0]}" in self.files
+
+    def _get(self, key: str) -> Tensor:
+        if key not in self.files:
+            raise GptlmError(f"the checkpoint {self.folder} lacks {key}; go on from another one")
+        return self.files[key].get_tensor(key)
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that training changes, by name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _is_zero(optimizer: Any) -> bool:
+    return hasattr(optimizer, "loss_scaler") and not isinstance(optimizer, torch.optim.Optimizer)
+
+
+# One process, or replicas that each hold everything ---------------------------------------------------------------
+
+
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in trained(model):
+        if isinstance(optimizer, MasterWeightAdamW):
+            state = optimizer.tensors(parameter)
+            kinds: tuple[str, ...] = ("master", *MOMENTS) if optimizer.updates else ("master",)
+        else:
+            state = optimizer.state.get(parameter, {})
+            kinds = MOMENTS if state else ()
+        for kind in kinds:
+            yield f"{name}|{kind}", state[kind]
+
+
+@torch.no_grad()
+def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for name, parameter in trained(model):
+        weight = stored.weight(name)
+        parameter.copy_(weight)
+        moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
+        if isinstance(optimizer, MasterWeightAdamW):
+            optimizer.updates = steps
+            own = optimizer.tensors(parameter)
+            for kind, value in {"master": weight, **moments}.items():
+                own[kind].copy_(value)
+        elif moments:
+            step = torch.tensor(float(steps), device=parameter.device if fused else "cpu")
+            optimizer.state[parameter] = {"step": step} | {k: m.to(parameter.device) for k, m in moments.items()}
+
+
+# ZeRO ---------------------------------------------------------------------------------------------------------------
+
+
+def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
+    if stepped:
+        _link(optimizer)
+    half = trained(model)[0][1].dtype != torch.float32
+    for name, parameter in trained(model):
+        if half:
+            yield f"{name}|master", safe_get_full_fp32_param(parameter)
+        for kind in MOMENTS if stepped else ():
+            yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
+
+
+@torch.no_grad()
+def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    inner = optimizer.optimizer
+    if steps:
+        for part in _partitions(optimizer):
+            step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
+            inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in MOMENTS}}
+        _link(optimizer)
+    for name, parameter in trained(model):
+        weight = stored.weight(name)
+        safe_set_full_fp32_param(parameter, weight)
+        for kind in MOMENTS if steps and stored.has_moments(name) else ():
+            safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
+        with whole([parameter], write=True):
+            parameter.data.copy_(weight)
+
+
+def _partitions(optimizer: Any) -> list[Tensor]:
+    """This rank's flat pieces of the float32 parameters, which AdamW works on."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [part for group in optimizer.optimizer.param_groups for part in group["params"]]
+
+
+def _link(optimizer: Any) -> None:
+    """DeepSpeed links parameters to their state after the first group has been stepped; link all of them."""
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,122 @@
+"""Checkpoints of other libraries where a model is expected: converted once into the HuggingFace cache, then used."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from gptlm.config.parser import Parsed
+from gptlm.conversion.detect import Found, find_foreign, holds_paddle_adapters
+from gptlm.errors import GptlmError
+from gptlm.model.adapter_files import CONFIG as ADAPTER_CONFIG
+
+CONFIG = "config.json"
+Result = TypeVar("Result")
+
+
+class ConversionNeeded(GptlmError):
+    """A checkpoint that the command names has to be converted first; without that the command cannot go on.
+
+    Attributes:
+        path: the checkpoint.
+        result: the file that is there once it has been converted, in a folder of its own.
+        heads, vocabulary: its attention heads and true entries, as far as the command says them.
+    """
+
+    def __init__(self, path: Path, what: str, result: Path, heads: int | None, vocabulary: int | None = None):
+        super().__init__(
+            f"{path} is {what}, which has to be converted first: start without --print_config, or use gptlm convert "
+            f"--from {path} --output DIR, and give DIR"
+        )
+        self.path, self.result, self.heads, self.vocabulary = path, result, heads, vocabulary
+
+
+def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionNeeded], None] | None) -> Result:
+    """What `parse` returns, after `convert` has done what it needs; None: nothing is converted, the need is raised."""
+    while True:
+        try:
+            return parse()
+        except ConversionNeeded as needed:
+            if convert is None:
+                raise
+            convert(needed)
+            if not needed.result.is_file():
+                raise
+
+
+def take_foreign_model(parsed: Parsed) -> None:
+    """Let `model_name_or_path` be the converted folder if it names a checkpoint of another library.
+
+    Raises:
+        ConversionNeeded: if it has not been converted yet.
+        GptlmError: if the checkpoint is not whole.
+    """
+    name = parsed.values["model_name_or_path"]
+    found = find_foreign(Path(name)) if name and Path(name).exists() else None
+    if found is not None:
+        folder = _converted(Path(name), found, parsed)
+        parsed.note(f"{name} is a checkpoint of {found}; it is read from {folder}")
+        parsed.set("model_name_or_path", str(folder), parsed.sources["model_name_or_path"])
+
+
+def take_foreign_adapters(parsed: Parsed) -> None:
+    """Let `lora_path` be the converted folder if it names adapters of PaddleNLP.
+
+    Raises:
+        ConversionNeeded: if they have not been converted yet.
+    """
+    name = parsed.values["lora_path"]
+    path = Path(name or "")
+    if not name or not holds_paddle_adapters(path):
+        return
+    folder = cache_folder(path, sorted(path.iterdir()), None)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        heads = parsed.values.get("num_attention_heads")
+        raise ConversionNeeded(path, "a folder of PaddleNLP's adapters", folder / ADAPTER_CONFIG, heads)
+    parsed.note(f"{name} holds adapters of PaddleNLP; they are read from {folder}")
+    parsed.set("lora_path", str(folder), parsed.sources["lora_path"])
+
+
+def take_foreign_start(parsed: Parsed) -> None:
+    """Start from the weights of another library's checkpoint that `load` or `resume_from_checkpoint` names.
+
+    A run that has checkpoints of its own already goes on from those.
+
+    Raises:
+        as `take_foreign_model`.
+    """
+    for flag in ("load", "resume_from_checkpoint"):
+        name = parsed.values.get(flag) or ""
+        found = find_foreign(Path(name)) if name and Path(name).exists() else None
+        if found is None:
+            continue
+        parsed.set(flag, None, parsed.sources[flag])
+        folder = _converted(Path(name), found, parsed)
+        parsed.note(
+            f"{parsed.typed_as(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the "
+            f"run starts at step 0 with its weights, read from {folder} (gptlm convert --with_optimizer takes Adam's "
+            "moments and the step along)"
+        )
+        parsed.set("model_name_or_path", str(folder), parsed.sources[flag])
+        parsed.set("continue_training", True, parsed.sources[flag])
+
+
+def _converted(path: Path, found: Found, parsed: Parsed) -> Path:
+    heads, vocabulary = (parsed.values.get(name) for name in ("num_attention_heads", "vocab_size"))
+    folder = cache_folder(path, [file for stage in found.files for file in stage], vocabulary)
+    if not (folder / CONFIG).is_file():
+        raise ConversionNeeded(path, f"a checkpoint of {found}", folder / CONFIG, heads, vocabulary)
+    return folder
+
+
+def cache_folder(path: Path, files: list[Path], vocabulary: int | None) -> Path:
+    """Where the converted form of the checkpoint in `path` lies; another one when its files or entries change."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    root = Path(os.environ.get("HF_HOME") or cache).expanduser()
+    marks = [str(path.resolve()), str(vocabulary)]
+    beside = path if path.is_dir() else path.parent
+    files = [*files, *(beside / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))]
+    marks += [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
+    mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]
+    return root / "gptlm" / "converted" / f"{path.resolve().name}-{mark}"

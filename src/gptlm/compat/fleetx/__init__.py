@@ -1,0 +1,1 @@
+"""FleetX's YAML files: loading, checking and translating them."""

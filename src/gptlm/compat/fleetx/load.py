@@ -1,0 +1,248 @@
+"""FleetX's and PaddleFleetX's configurations, every generation, as words of our flags.
+
+file + its bases -> overrides -> literals -> keys of one generation (`spellings_fleetx.py`) -> words. Rules of the
+original's `ppfleetx/utils/config.py`, without its `eval`.
+"""
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gptlm.compat.fleetx import keys as keys
+from gptlm.config.files import Leaf, Tree, load_yaml
+from gptlm.errors import UsageError
+
+BASE, INHERITED = "_base_", "_inherited_"
+LITERALS = {"true": True, "false": False, "none": None, "null": None}
+
+
+@dataclass
+class Configuration:
+    """What a file and its overrides say, in the keys of one generation.
+
+    Attributes:
+        path: the file.
+        leaves: key -> value and place, in order.
+        spelled: key -> as it is spelled in this file's generation.
+        generation: "flat" (`PreTraining:`), "first" (sections of August 2022) or "sections".
+        notes: lines for the log.
+    """
+
+    path: str
+    leaves: dict[str, Leaf]
+    spelled: dict[str, str]
+    generation: str
+    notes: list[str] = field(default_factory=list)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of `key`; `default` where it is missing or empty."""
+        leaf = self.leaves.get(key)
+        return default if leaf is None or leaf.value in (None, "") else leaf.value
+
+    def typed(self, key: str) -> str:
+        """`key` for messages, as it is spelled there, with its place."""
+        spelled, leaf = self.spelled.get(key, key), self.leaves.get(key)
+        if leaf is None:
+            return spelled
+        return f"-o {spelled}" if leaf.place == "-o" else f"{spelled} ({leaf.place})"
+
+    def has(self, section: str) -> bool:
+        """Whether anything is said below `section`."""
+        return any(key.startswith(f"{section}.") for key in self.leaves)
+
+
+def read_configuration(path: str, overrides: Sequence[str]) -> Configuration:
+    """The configuration in `path` with `KEY=VALUE` overrides.
+
+    Raises:
+        UsageError: listing everything that is wrong with either.
+    """
+    tree = _with_bases(path, ())
+    if isinstance(tree.get(keys.ROOT), dict):
+        generation, tree = "flat", tree[keys.ROOT]
+    elif "Engine" in tree and _first_generation(tree):
+        generation = "first"
+    else:
+        generation = "sections"
+    notes: list[str] = []
+    problems = []
+    for override in overrides:
+        try:
+            _override(tree, override, generation, notes)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError("\n".join(problems))
+    configuration = Configuration(path, {}, {}, generation, notes)
+    for spelled, leaf in _leaves(tree):
+        _place(configuration, spelled, replace(leaf, value=_literal(leaf.value)))
+    return configuration
+
+
+def _first_generation(tree: Tree) -> bool:
+    optimizer, data = tree.get("Optimizer"), tree.get("Data")
+    return (isinstance(optimizer, dict) and "adam_beta1" in optimizer) or (
+        isinstance(data, dict) and ("batch_size" in data or "dataset" in data)
+    )
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def _with_bases(path: str, above: tuple[str, ...]) -> Tree:
+    """The file over its `_base_`: mappings are merged, everything else, the empty value too, replaces."""
+    own = str(Path(path).resolve())
+    if own in above:
+        raise UsageError(f"the configuration {path} has itself as {BASE}")
+    tree = load_yaml(path)
+    base = tree.pop(BASE, None)
+    if base is None:
+        return tree
+    if not isinstance(base, Leaf) or not isinstance(base.value, str):
+        raise UsageError(f"{path}: {BASE} holds no file name")
+    return _merged(_with_bases(str(Path(path).parent / base.value), (*above, own)), tree)
+
+
+def _merged(base: Tree, child: Tree) -> Tree:
+    found = dict(base)
+    for key, value in child.items():
+        below = found.get(key)
+        if not isinstance(value, dict):
+            found[key] = value
+            continue
+        inherited = value.pop(INHERITED, None)
+        alone = inherited is not None and inherited.value is False
+        found[key] = _merged(below, value) if isinstance(below, dict) and not alone else value
+    return found
+
+
+def _leaves(tree: Tree, above: str = "") -> Iterator[tuple[str, Leaf]]:
+    for key, value in tree.items():
+        path = f"{above}.{key}" if above else key
+        if isinstance(value, dict):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _literal(value: Any) -> Any:
+    """The original's second pass: a text that is a Python literal is that value (YAML reads 2e-5 as a text)."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+# Overrides -------------------------------------------------------------------------------------------------------
+
+
+def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> None:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(
+            f"option({text}) should contain a =to distinguish between key and value\n  write -o {text}=VALUE"
+        )
+    leaf = Leaf(_override_value(path, value, notes), "-o")
+    steps = path.strip().split(".")
+    node: Any = tree
+    for depth, step in enumerate(steps[:-1]):
+        below = node.get(step) if isinstance(node, dict) else None
+        if below is None and isinstance(node, dict) and _known(path, generation):
+            below = node[step] = {}
+        if isinstance(below, Leaf) and isinstance(below.value, list) and depth == len(steps) - 2:
+            _set_item(below, steps[-1], leaf.value, text)
+            return
+        if not isinstance(below, dict):
+            raise UsageError(_unknown(tree, path, generation))
+        node = below
+    if steps[-1] not in node and not _known(path, generation):
+        raise UsageError(_unknown(tree, path, generation))
+    if isinstance(node.get(steps[-1]), dict):
+        raise UsageError(f"-o {text}: {path} is a section; name a key in it: {', '.join(node[steps[-1]])}")
+    node[steps[-1]] = leaf
+
+
+def _override_value(path: str, text: str, notes: list[str]) -> Any:
+    """A Python literal, or true, false and null in any case, or nothing for the empty value, or the text itself."""
+    word = text.strip()
+    if not word:
+        return None
+    if word.lower() in LITERALS:
+        value = LITERALS[word.lower()]
+        if word not in ("True", "False", "None"):
+            notes.append(
+                f"-o {path}={word} is taken as {value} (the original takes it as a text, which counts as true)"
+            )
+        return value
+    value = _literal(word)
+    return value if value is not word else text
+
+
+def _set_item(leaf: Leaf, index: str, value: Any, text: str) -> None:
+    """`-o Data.Train.dataset.split.0=90` sets one item of a list."""
+    items = leaf.value
+    if not index.isdigit() or int(index) >= len(items):
+        raise UsageError(f"index({index}) out of range({items})\n  -o {text}: expected 0 to {len(items) - 1}")
+    items[int(index)] = value
+
+
+def _known(path: str, generation: str) -> bool:
+    """Whether the key is one of ours, though this file does not have it."""
+    return _understood(_canonical(path, generation))
+
+
+def _understood(key: str) -> bool:
+    names = (*keys.TRAINING_RENAMED, *keys.SETTLED, *keys.EVALUATION_RENAMED, *keys.GENERATION_RENAMED)
+    return key in names or matching(key, keys.TRAINING_IGNORED) is not None
+
+
+def _unknown(tree: Tree, path: str, generation: str) -> str:
+    known = {spelled for spelled, _ in _leaves(tree)}
+    known |= {*keys.TRAINING_RENAMED, *keys.SETTLED} if generation != "flat" else set(keys.FLAT)
+    near = difflib.get_close_matches(path, sorted(known), n=1, cutoff=0.6)
+    return f"-o {path}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+# Keys ------------------------------------------------------------------------------------------------------------
+
+
+def matching(key: str, table: Mapping[str, str]) -> str | None:
+    """The entry of `table` for `key` or for a section it lies in."""
+    if key in table:
+        return table[key]
+    parts = key.split(".")
+    sections = (".".join(parts[:count]) + ".*" for count in range(len(parts) - 1, 0, -1))
+    return next((table[section] for section in sections if section in table), None)
+
+
+def _canonical(spelled: str, generation: str) -> str:
+    if generation == "flat":
+        return keys.FLAT.get(spelled.rsplit(".", 1)[-1], spelled)
+    parts = spelled.split(".")
+    for count in range(len(parts), 0, -1):
+        head = ".".join(parts[:count])
+        whole = count == len(parts)
+        if head in keys.MOVED and (whole or keys.MOVED[head].rsplit(".", 1)[-1] != "clip_norm"):
+            return ".".join([keys.MOVED[head], *parts[count:]])
+    return spelled
+
+
+def _place(configuration: Configuration, spelled: str, leaf: Leaf) -> None:
+    key = _canonical(spelled, configuration.generation)
+    if spelled.endswith("dp_degreei"):
+        configuration.notes.append(f"{spelled} ({leaf.place}) is taken as Distributed.dp_degree; did you mistype it?")
+    before = configuration.leaves.get(key)
+    if before is not None and before.place == "-o" != leaf.place:
+        return
+    if before is not None and leaf.place != "-o" and before.value not in (None, leaf.value):
+        configuration.notes.append(
+            f"{configuration.typed(key)} {before.value} and {spelled} ({leaf.place}) {leaf.value} are one setting; the "
+            "last one counts"
+        )
+    configuration.leaves[key] = leaf
+    configuration.spelled[key] = spelled

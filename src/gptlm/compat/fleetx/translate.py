@@ -1,0 +1,265 @@
+"""What a FleetX configuration asks of a command, in words of our flags."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gptlm.compat.fleetx import keys as keys
+from gptlm.compat.fleetx.load import Configuration, matching
+from gptlm.compat.fleetx.validate import CALCULATED, is_auto, problems_of, unknown_keys
+from gptlm.config.word import Translation, Word, as_texts
+from gptlm.errors import UsageError
+
+NO_CHANGE: tuple[Any, ...] = (None, "", False, [], {})  # values of keys without effect that nobody misses
+LONGEST = 512  # new tokens, the original's limit
+
+
+def training_words(configuration: Configuration) -> Translation:
+    """A pretraining command.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
+    problems = list(problems_of(configuration))
+    if problems:
+        raise UsageError("\n".join(problems))
+    dialect = "fleetx" if configuration.generation == "sections" else "fleetx-2022"
+    path = configuration.path
+    words = [Word("dialect", (dialect,), path, path)]
+    elsewhere = CALCULATED if configuration.value("Model.module") != "GPTFinetuneModule" else (*CALCULATED, *keys.DATA)
+    renamed = {key: flag for key, flag in keys.TRAINING_RENAMED.items() if key not in elsewhere}
+    words += _renamed(configuration, renamed)
+    for settled in (_precision, _evaluation, _passes, _sharding, _schedule):
+        words += settled(configuration)
+    translation = Translation(words, list(configuration.notes))
+    translation.notes += _without_effect(configuration, keys.TRAINING_RENAMED, keys.TRAINING_IGNORED)
+    translation.notes += _other_data(configuration)
+    translation.refusals += _refusals(configuration, "pretrain")
+    return translation
+
+
+def evaluation_words(configuration: Configuration) -> Translation:
+    """An evaluation: `Offline_Eval` and what it is made of. Raises UsageError."""
+    words = _renamed(configuration, keys.EVALUATION_RENAMED)
+    words += _half_weights(configuration)
+    return _task(configuration, words, keys.EVALUATION_RENAMED, "evaluate")
+
+
+def generation_words(configuration: Configuration) -> Translation:
+    """Continuing prompts: `Generation` and what it is made of. Raises UsageError."""
+    words = _renamed(configuration, keys.GENERATION_RENAMED)
+    longest = configuration.value("Generation.max_dec_len")
+    if isinstance(longest, int) and not 0 <= longest <= LONGEST:
+        configuration.notes.append(f"{configuration.typed('Generation.max_dec_len')} {longest}: {LONGEST} at most")
+        words = [replace(w, values=(str(LONGEST),)) if w.name == "tgt_length" else w for w in words]
+    if not any(word.name == "model_name_or_path" for word in words):
+        typed = configuration.typed("Engine.save_load.ckpt_dir")
+        words.append(Word("model_name_or_path", ("",), configuration.path, typed))
+    return _task(configuration, words, keys.GENERATION_RENAMED, "predict")
+
+
+def _task(configuration: Configuration, words: list[Word], renamed: Mapping[str, str], command: str) -> Translation:
+    unknown = list(unknown_keys(configuration))
+    if unknown:
+        raise UsageError("\n".join(unknown))
+    notes = [*configuration.notes, *_without_effect(configuration, renamed, keys.TASK_IGNORED)]
+    return Translation(words, notes, _refusals(configuration, command))
+
+
+# Words -----------------------------------------------------------------------------------------------------------
+
+
+def _word(configuration: Configuration, key: str, flag: str, value: Any) -> Word:
+    leaf = configuration.leaves.get(key)
+    texts = (",".join(as_texts(value)),) if flag == "split" else as_texts(value)
+    return Word(flag, texts, leaf.place if leaf else configuration.path, configuration.typed(key))
+
+
+def _renamed(configuration: Configuration, table: Mapping[str, str]) -> list[Word]:
+    """A word for each key that says something; an empty value is as good as none."""
+    return [
+        _word(configuration, key, flag, configuration.value(key))
+        for key, flag in table.items()
+        if configuration.value(key) is not None
+    ]
+
+
+def _half_weights(configuration: Configuration) -> list[Word]:
+    """fp16 or bf16, where mixed precision is on."""
+    mix = "Engine.mix_precision"
+    key = f"{mix}.enable" if f"{mix}.enable" in configuration.leaves else f"{mix}.use_pure_fp16"
+    enabled = configuration.value(key)
+    if enabled is None and is_auto(configuration):
+        key, enabled = f"{mix}.level", configuration.value(f"{mix}.level")
+    if not enabled:
+        return []
+    kind = configuration.value(f"{mix}.dtype", "float16")
+    return [_word(configuration, key, "bf16" if kind == "bfloat16" else "fp16", True)]
+
+
+def _precision(configuration: Configuration) -> list[Word]:
+    words, key = _half_weights(configuration), "Engine.mix_precision.level"
+    if not words:
+        return []
+    level = str(configuration.value(key, "O2")).upper()
+    if level == "O3":
+        configuration.notes.append(f"{configuration.typed(key)} {level}: taken as O2")
+    return [*words, _word(configuration, key, "fp16_opt_level", "O2" if level == "O3" else level)]
+
+
+def _evaluation(configuration: Configuration) -> list[Word]:
+    frequency = configuration.value("Engine.eval_freq", -1)
+    batches = configuration.value("Engine.eval_iters", 0)
+    if frequency >= 1 and batches < 1:
+        given = "is not given" if configuration.value("Engine.eval_iters") is None else f"is {batches}"
+        configuration.notes.append(
+            f"{configuration.typed('Engine.eval_freq')} {frequency} has no effect: "
+            f"{configuration.typed('Engine.eval_iters')} {given}, an evaluation would read no batch; give it, as 10"
+        )
+    if frequency < 1 or batches < 1:
+        return []
+    steps = configuration.value("Engine.max_steps", -1)
+    if is_auto(configuration) and steps > 0:
+        configuration.notes.append(
+            f"{configuration.typed('Engine.eval_freq')} {frequency} counts passes over the data in tools/auto.py, and "
+            "a run is one pass: evaluated at its end"
+        )
+        frequency = steps
+    return [
+        _word(configuration, "Engine.eval_freq", "do_train", True),
+        _word(configuration, "Engine.eval_freq", "do_eval", True),
+        _word(configuration, "Engine.eval_freq", "eval_steps", frequency),
+        _word(configuration, "Engine.eval_iters", "eval_iters", batches),
+    ]
+
+
+def _passes(configuration: Configuration) -> list[Word]:
+    """Saving, and passes over the data where they are counted."""
+    words = []
+    every = configuration.value("Engine.save_load.save_steps", -1)
+    test = configuration.value("Engine.test_iters", -1)
+    if every < 1:
+        words.append(_word(configuration, "Engine.save_load.save_steps", "save_strategy", "no"))
+    else:
+        words.append(_word(configuration, "Engine.save_load.save_steps", "save_steps", every))
+    if test > 0:
+        words.append(_word(configuration, "Engine.test_iters", "test_iters", test))
+    epochs = configuration.value("Engine.num_train_epochs", 1)
+    if epochs > 0:
+        words.append(_word(configuration, "Engine.num_train_epochs", "num_train_epochs", epochs))
+    return words
+
+
+def _sharding(configuration: Configuration) -> list[Word]:
+    """Replicas: in auto.py dp_degree counts those that share shards, elsewhere it counts groups of them."""
+    where = "Distributed.sharding"
+    degree = configuration.value(f"{where}.sharding_degree", 1)
+    groups = configuration.value("Distributed.dp_degree")
+    words = []
+    if degree > 1:
+        stage = configuration.value(f"{where}.sharding_stage", 1 if is_auto(configuration) else 2)
+        offload = " offload" if configuration.value(f"{where}.sharding_offload", False) else ""
+        words.append(_word(configuration, f"{where}.sharding_stage", "sharding", f"stage{stage}{offload}"))
+        words.append(_word(configuration, f"{where}.sharding_degree", "sharding_parallel_degree", degree))
+    if groups is not None:
+        if is_auto(configuration):
+            groups //= degree
+        words.append(_word(configuration, "Distributed.dp_degree", "data_parallel_degree", groups))
+    return words
+
+
+def _schedule(configuration: Configuration) -> list[Word]:
+    start = 0 if configuration.value("Optimizer.lr.use_increments", False) else 1
+    return [
+        _word(configuration, "Optimizer.lr.name", "lr_scheduler_type", "cosine"),
+        _word(configuration, "Optimizer.lr.use_increments", "lr_start_step", start),
+        _word(configuration, "Data.Train.dataset.name", "data_order", _order(configuration)),
+    ]
+
+
+def _order(configuration: Configuration) -> str:
+    """Since March 2023 documents are shuffled as in Megatron; those files have `mix_precision.enable`."""
+    return "megatron" if "Engine.mix_precision.enable" in configuration.leaves else "fleetx"
+
+
+# What is said about them ------------------------------------------------------------------------------------------
+
+
+def _without_effect(
+    configuration: Configuration, renamed: Mapping[str, str], ignored: Mapping[str, str]
+) -> Iterator[str]:
+    """One line for each reason, with the keys it holds for."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for key in configuration.leaves:
+        reason = None if key in renamed or key in keys.SETTLED else matching(key, ignored)
+        usual = (*NO_CHANGE, *keys.SAME.get(key, ()), *_as_train(configuration, key))
+        if reason is not None and configuration.value(key) not in usual:
+            by_reason[reason].append(configuration.spelled[key])
+    for reason, found in by_reason.items():
+        shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+        yield f"{configuration.path}: no effect here has {shown} ({reason})"
+
+
+def _as_train(configuration: Configuration, key: str) -> tuple[Any, ...]:
+    """What Data.Train says where `key` is of another split: then nothing is missed, or `_other_data` speaks of it."""
+    section, _, rest = key.partition(".")
+    split, _, name = rest.partition(".")
+    if section != "Data" or split not in ("Eval", "Test"):
+        return ()
+    return (
+        (configuration.value(key),)
+        if f"Data.Train.{name}" in keys.DATA
+        else (configuration.value(f"Data.Train.{name}"),)
+    )
+
+
+def _other_data(configuration: Configuration) -> Iterator[str]:
+    for split in ("Eval", "Test"):
+        for own in keys.DATA:
+            other = own.replace("Train", split)
+            given = configuration.value(other)
+            if given is not None and given != configuration.value(own):
+                yield (
+                    f"{configuration.typed(other)} {given} has no effect: all splits are of what {own} "
+                    f"({configuration.value(own)}) says"
+                )
+
+
+def _refusals(configuration: Configuration, command: str) -> list[str]:
+    found = []
+    module = configuration.value("Model.module")
+    owner = keys.MODULES.get(str(module), command) if module else _owner(configuration, command)
+    if owner in ("pretrain", "evaluate", "predict"):
+        if owner != command:
+            found.append(f"{configuration.path} is made for gptlm {owner} -c {configuration.path}")
+    else:
+        found.append(f"{configuration.typed('Model.module')} {module}: {owner}")
+    for key, reason in keys.COMPRESSION.items():
+        if configuration.value(key):
+            found.append(f"{configuration.typed(key)} {configuration.value(key)}: {reason}")
+    if any(key.startswith(("Compress.Distillation.", "Model.teacher.")) for key in configuration.leaves):
+        found.append(f"{configuration.path}: {keys.COMPRESSION['Compress.Distillation.enable']}")
+    if configuration.has("Inference") and configuration.generation == "sections" and command == "predict":
+        found.append(
+            f"{configuration.typed('Inference.model_dir')}: models exported for PaddlePaddle's inference engine cannot "
+            "be run; leave the Inference section out and name a folder with Engine.save_load.ckpt_dir"
+        )
+    if not configuration.has("Model") and command == "pretrain":
+        found.append(
+            f"{configuration.path} has no Model section, it is for exporting; a saved model is the export here"
+        )
+    experts = configuration.value("Model.num_experts")
+    if configuration.has("Model.moe_configs") or experts not in (None, 1, (1,), [1]):
+        found.append(f"{configuration.path}: {keys.MODULES['MoEModule']}")
+    return list(dict.fromkeys(found))
+
+
+def _owner(configuration: Configuration, command: str) -> str:
+    """The command of a file that names no module (examples/ of 2023), by its sections."""
+    if configuration.generation == "sections":
+        if configuration.has("Offline_Eval"):
+            return "evaluate"
+        if configuration.has("Generation"):
+            return "predict"
+    return command

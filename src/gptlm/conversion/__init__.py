@@ -1,0 +1,1 @@
+"""Other libraries' checkpoints, read and written."""

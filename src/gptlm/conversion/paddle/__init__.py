@@ -1,0 +1,1 @@
+"""Checkpoints of PaddleNLP and FleetX."""

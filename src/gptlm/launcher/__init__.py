@@ -1,0 +1,1 @@
+"""Starting a script on all GPUs of one or several nodes."""

@@ -1,0 +1,65 @@
+"""Words of the launchers: PaddlePaddle's, OneFlow's and torchrun's."""
+
+from gptlm.compat.paddlenlp import STATIC
+
+LAUNCHERS = (("-m", "paddle.distributed.launch"), ("-m", "paddle.distributed.fleet.launch"), ("fleetrun",))
+LAUNCH_RENAMED = {
+    "gpus": "devices",
+    "selected_gpus": "devices",
+    "selected_devices": "devices",
+    "num_gpus_per_node": "nproc_per_node",
+    "num_nodes": "nnodes",
+    "node_ips": "ips",
+    "ctrl_port": "port",
+    "start_port": "port",
+    "node_rank": "rank",
+    "master_addr": "master",
+    "master_port": "port",
+}
+# OneFlow's training script is its own launcher: these may also stand among the script's words.
+LAUNCH_WORDS_OF_SCRIPTS = ("num_gpus_per_node", "num_nodes", "node_ips", "ctrl_port")
+RESTARTS = "a rank that dies ends the run; the same command goes on from the newest checkpoint"
+LAUNCH_IGNORED = {
+    "max_restart": RESTARTS,
+    "elastic_timeout": RESTARTS,
+    "log_level": "the launcher prints what it starts and what ended",
+    "enable_gpu_log": "watch the cards with nvidia-smi",
+    "legacy": "there is one launcher",
+    "with_gloo": "processes without a GPU always use gloo",
+    "backend": "processes use NCCL on GPUs and gloo without",
+    "sort_ip": "the order of the nodes is the order of ips, or is found at the meeting",
+    "use_fast_launch": "there is one launcher",
+    "auto_parallel_config": STATIC,
+    "enable_auto_mapping": STATIC,
+    "cluster_topo_path": STATIC,
+    "rank_mapping_path": STATIC,
+}
+CARDS = "gptlm runs on NVIDIA GPUs and CPUs; name GPUs with --gpus"
+SERVERS = "parameter servers are not used; give --gpus and --nnodes"
+LAUNCH_REFUSED = {
+    "xpus": (("",), CARDS),
+    "npus": (("",), CARDS),
+    "mlus": (("",), CARDS),
+    "elastic_level": (("", "-1", "0"), f"the number of nodes is fixed: {RESTARTS}"),
+    "run_mode": (("", "collective"), f"the one mode is collective; {SERVERS}"),
+    "servers": (("",), SERVERS),
+    "trainers": (("",), SERVERS),
+    "workers": (("",), SERVERS),
+    "heter_workers": (("",), SERVERS),
+    "server_num": (("", "0"), SERVERS),
+    "trainer_num": (("", "0"), SERVERS),
+    "worker_num": (("", "0"), SERVERS),
+    "heter_worker_num": (("", "0"), SERVERS),
+    "auto_tuner_json": (("",), "layouts are not searched for; give the script the degrees it shall use"),
+}
+# Scripts of other frameworks, and ours where they are not at hand -> the installed command.
+LAUNCH_SCRIPTS = {
+    "tools/auto.py": "pretrain",
+    "tools/train.py": "pretrain",
+    "tools/eval.py": "evaluate",
+    "run_pretrain.py": "pretrain",
+    "finetune_generation.py": "sft",
+    "scripts/evaluate.py": "evaluate",
+}
+LAUNCH_MODULES = {"oneflow_gpt.training": "pretrain"}
+OTHER_FRAMEWORKS = r"^\s*(?:import|from)\s+(?:paddle|paddlenlp|ppfleetx|oneflow)\b"

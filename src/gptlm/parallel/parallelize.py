@@ -1,0 +1,134 @@
+"""`parallelize`: a single-device model and a mesh become this process's share of a parallel one.
+
+The model comes without values (on the meta device). Its modules are made whole one after the other, on every process
+with the same random numbers, cut, and put into its place, so that a process never holds more than its share and one
+module. Layers of other pipeline stages stay in the model as empty places: names are those of the whole model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import EMBEDDING, OUTPUT, ids_of, kind_of, layers_of, part_of
+from gptlm.parallel.tensor import (
+    ColumnLinear,
+    RowLinear,
+    SequenceLayerNorm,
+    SequencePositions,
+    VocabularyEmbedding,
+    VocabularyLoss,
+    own_random_numbers,
+)
+
+Fill = Callable[[Any, str, nn.Module], None]  # (model, name, module): gives the own weights of one module their values
+
+
+class Elsewhere(nn.Module):
+    """The place of a module that lies on another pipeline stage."""
+
+
+def parallelize(
+    model: Any,
+    mesh: Mesh,
+    fill: Fill,
+    loss: Any,
+    *,
+    chunks: int = 1,
+    sequence: bool = False,
+    device: torch.device | None = None,
+) -> Any:
+    """Fill `model`, a `GPTLMHeadModel` on the meta device, with this process's share.
+
+    Args:
+        loss: `model.loss.linear_cross_entropy`.
+        chunks: pipeline chunks per process.
+        sequence: split activations along the sequence inside the tensor-parallel group.
+        device: where attention's dropout is drawn; None: the CPU.
+    """
+    layers = own_layers(mesh, model.config.n_layer, chunks)
+    filled: set[nn.Parameter] = set()
+    for name, module in list(model.named_modules()):
+        own = dict(module.named_parameters(recurse=False))
+        if not own or set(own.values()) & filled:
+            continue
+        filled |= set(own.values())
+        module.to_empty(device="cpu", recurse=False)
+        fill(model, name, module)
+        kept = _belongs(name, mesh, layers)
+        _replace(model, name, _share(name, module, mesh, sequence) if kept else Elsewhere())
+        if name + ".weight" == EMBEDDING:
+            _tie(model, module, mesh)
+    for number in range(model.config.n_layer):
+        if number not in layers:
+            model.transformer.h[number] = Elsewhere()
+    _connect(model, mesh, loss, sequence, device or torch.device("cpu"))
+    return model
+
+
+def own_layers(mesh: Mesh, count: int, chunks: int) -> list[int]:
+    """The layers of this process: those of its stages, `pipeline` apart where there are several chunks."""
+    stages = mesh.dims.pipeline * chunks
+    own = range(mesh.pipeline_rank, stages, mesh.dims.pipeline)
+    return [layer for stage in own for layer in layers_of(stage, stages, count)]
+
+
+def _belongs(name: str, mesh: Mesh, layers: list[int]) -> bool:
+    if name.startswith("transformer.h."):
+        return int(name.split(".")[2]) in layers
+    if name == "transformer.ln_f":
+        return mesh.is_last_stage
+    return mesh.is_first_stage  # both embeddings
+
+
+def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
+    """This process's part of a whole module."""
+    degree = mesh.dims.tensor
+    if degree == 1:
+        return module
+    values = {
+        own: part_of(f"{name}.{own}", tensor.data, mesh.tensor_rank, degree)
+        for own, tensor in module.named_parameters(recurse=False)
+    }
+    group = mesh.tensor_group
+    if isinstance(module, nn.Linear):
+        kind = RowLinear if name.endswith(".c_proj") else ColumnLinear
+        return kind(values["weight"], values["bias"], group, sequence)
+    if isinstance(module, nn.LayerNorm):
+        return SequenceLayerNorm(values["weight"], values["bias"], module.eps, group) if sequence else module
+    if name + ".weight" == EMBEDDING:
+        first = ids_of(mesh.tensor_rank, degree, module.weight.shape[0]).start
+        return VocabularyEmbedding(values["weight"], group, sequence, first)
+    return SequencePositions(values["weight"], group) if sequence else module
+
+
+def _tie(model: Any, whole: nn.Module, mesh: Mesh) -> None:
+    """The output layer's weight: the embedding's, or a copy of it where that is on another stage."""
+    model.lm_head = nn.Module()
+    if mesh.is_last_stage and mesh.is_first_stage:
+        model.lm_head.weight = model.transformer.wte.weight
+    elif mesh.is_last_stage:
+        share = part_of(EMBEDDING, whole.weight.data, mesh.tensor_rank, mesh.dims.tensor)  # type: ignore[union-attr, arg-type]
+        model.lm_head.weight = nn.Parameter(share)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.device) -> None:
+    """The loss over all shares of the vocabulary, own dropout where work is split, and who counts for the norm."""
+    if mesh.dims.tensor > 1:
+        first = ids_of(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
+        model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
+        for module in model.modules():
+            if hasattr(module, "core_context"):
+                module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
+    for name, parameter in model.named_parameters():
+        second = name == OUTPUT and not mesh.is_first_stage  # the copy of the embedding counts on the first stage
+        split = bool(kind_of(name))
+        parameter.model_parallel = parameter.tensor_model_parallel = (split or mesh.tensor_rank == 0) and not second

@@ -1,0 +1,75 @@
+"""`gptlm plan`: the layouts that fit a machine, the likely fastest first, and the command of the best."""
+
+import shlex
+
+from gptlm.errors import GptlmError
+from gptlm.parallel.dims import bubble
+from gptlm.planner.args import PlanJob, cluster_of, precision_of, sizes_of, words_of
+from gptlm.planner.memory import GIB, Layout, Sizes
+from gptlm.planner.search import Candidate, Cluster, candidates, smallest
+
+HEAD = ("TP", "PP", "DP", "ZeRO", "micro", "accum", "recompute", "GiB", "tokens/s", "waiting")
+
+
+def plan(job: PlanJob) -> Candidate:
+    """Print the table; returns the best.
+
+    Raises:
+        GptlmError: if nothing fits, saying what comes nearest.
+    """
+    sizes, machine = sizes_of(job.run), cluster_of(job.machine)
+    batch, precision = job.global_batch, precision_of(job.run)
+    found = candidates(sizes, machine, batch, precision)
+    _check(job, found, sizes, machine, precision)
+    print(
+        f"{sizes.parameters / 1e9:.2f}B parameters, {sizes.length} tokens a sample, global batch {batch}, {precision}, "
+        f"{machine.cards} cards of {machine.memory / GIB:g} GiB; {len(found)} layouts fit"
+    )
+    rows = [HEAD, *(_row(candidate, sizes) for candidate in found[: job.machine.rows])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print("memory is within about 15 % of what was measured; tokens/s are a rough model, good for an order")
+    print(command(job, found[0].layout))
+    return found[0]
+
+
+def command(job: PlanJob, layout: Layout) -> str:
+    """What to type for `layout`."""
+    nodes = -(-job.machine.num_gpus // job.machine.gpus_per_node)
+    each = job.machine.num_gpus // nodes
+    start = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes} --rdzv_backend c10d ..." if nodes > 1 else "")
+    return f"{start} scripts/run_pretrain.py {shlex.join([*job.typed, *words_of(layout, job.given)])}"
+
+
+def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
+    layout = candidate.layout
+    stages, chunks = layout.pipeline, layout.chunks
+    waiting = bubble(stages, chunks, layout.accumulation)
+    numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, layout.stage, layout.micro)
+    return (
+        *map(str, numbers),
+        str(layout.accumulation),
+        layout.recompute or "-",
+        f"{candidate.memory.total / GIB:.1f}",
+        f"{candidate.tokens_per_second(sizes):,.0f}",
+        f"{waiting:.0%}" if stages > 1 else "-",
+    )
+
+
+def _check(job: PlanJob, found: list[Candidate], sizes: Sizes, machine: Cluster, precision: str) -> None:
+    if found:
+        return
+    batch = job.global_batch
+    least = smallest(sizes, machine, batch, precision)
+    if least is None:
+        raise GptlmError(
+            f"no layout divides: {machine.cards} cards, global batch {batch}, {sizes.heads} heads, {sizes.layers} "
+            "layers; make the global batch a multiple of the cards"
+        )
+    words = " ".join(words_of(least.layout, job.given))
+    half = ", half precision (--bf16 --fp16_opt_level O2)," if precision != "O2" else ""
+    raise GptlmError(
+        f"nothing fits into {machine.memory / GIB:g} GiB a card: the smallest layout ({words}) needs "
+        f"{least.memory.total / GIB:.2g} GiB; use more cards{half} or --sharding 'stage3 offload'"
+    )

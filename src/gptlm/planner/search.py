@@ -1,0 +1,135 @@
+"""Which layouts fit a job and a machine, and which of them is likely to be the fastest.
+
+Time is a rough model, good for an order: matrix products at a share of the card's peak, tensor-parallel all-reduces
+over the links inside a node, gradients over the slowest link between replicas, and a pipeline's bubble.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gptlm.planner.memory import GIB, Layout, Memory, Sizes, memory_of
+
+EFFICIENCY = {"fp32": 0.35, "O1": 0.35, "O2": 0.40}  # of the peak, on one card
+RESERVE = 0.92  # of a card's memory: the rest is CUDA's and fragmentation
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is.
+
+    Attributes:
+        cards: GPUs in all; `per_node` of them share fast links.
+        memory: bytes of each.
+        peak: floating-point operations per second of a card in half precision.
+        link, network: bytes per second between cards of a node, and of each card between nodes.
+    """
+
+    cards: int
+    per_node: int = 8
+    memory: float = 80 * GIB
+    peak: float = 989e12
+    link: float = 300e9
+    network: float = 25e9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what it needs and how long a step is likely to take."""
+
+    layout: Layout
+    memory: Memory
+    seconds: float
+
+    def tokens_per_second(self, sizes: Sizes) -> float:
+        layout = self.layout
+        return layout.micro * layout.accumulation * layout.data * sizes.length / self.seconds
+
+
+def candidates(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> list[Candidate]:
+    """The layouts that fit into memory, the fastest first; of equally fast ones that which needs least."""
+    found = []
+    for layout in layouts(sizes, cluster, global_batch, precision):
+        memory = memory_of(sizes, layout)
+        if memory.total <= cluster.memory * RESERVE:
+            found.append(Candidate(layout, memory, step_seconds(sizes, cluster, layout)))
+    return sorted(found, key=lambda c: (float(f"{c.seconds:.9g}"), c.memory.total))
+
+
+def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Candidate | None:
+    """The layout that needs least memory, whether it fits or not; None where none is possible."""
+    every = [(memory_of(sizes, layout), layout) for layout in layouts(sizes, cluster, global_batch, precision)]
+    if not every:
+        return None
+    memory, layout = min(every, key=lambda pair: pair[0].total)
+    return Candidate(layout, memory, step_seconds(sizes, cluster, layout))
+
+
+def layouts(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Iterator[Layout]:
+    """Every layout that is possible: degrees divide what they split, the batch divides, PP goes with stage 1."""
+    for tensor in _divisors(min(cluster.per_node, cluster.cards)):
+        if sizes.heads % tensor or sizes.inner % tensor or cluster.cards % tensor:
+            continue
+        for pipeline in _divisors(cluster.cards // tensor):
+            data = cluster.cards // (tensor * pipeline)
+            if pipeline > sizes.layers or global_batch % data:
+                continue
+            base = Layout(tensor=tensor, pipeline=pipeline, data=data, precision=precision)
+            yield from _batches(replace(base, sequence=tensor > 1 and sizes.length % tensor == 0), global_batch, sizes)
+
+
+def _batches(base: Layout, global_batch: int, sizes: Sizes) -> Iterator[Layout]:
+    local = global_batch // base.data
+    highest = 1 if base.pipeline > 1 else 3
+    stages = range(highest + 1) if base.data > 1 else (0,)
+    for micro in _divisors(local):
+        if micro > 64:
+            break
+        steps = local // micro
+        for stage in stages:
+            for recompute in ("", "full_attn", "full"):
+                layout = replace(base, micro=micro, accumulation=steps, stage=stage, recompute=recompute)
+                layout = replace(layout, shards=base.data if stage else 1)
+                yield layout
+                if base.pipeline > 1 and sizes.layers % (2 * base.pipeline) == 0 and steps % base.pipeline == 0:
+                    yield replace(layout, chunks=2)
+
+
+def step_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
+    """Seconds of an optimizer step."""
+    tokens = layout.micro * layout.accumulation * sizes.length  # of a replica
+    cards = layout.tensor * layout.pipeline
+    forward = 2 * sizes.parameters + 2 * sizes.layers * sizes.length * sizes.width  # a token's, attention included
+    passes = {"": 3.0, "full_attn": 3.35, "full": 4.0}.get(layout.recompute, 3.1)
+    small = min(1.0, (layout.micro * sizes.length / 4096) ** 0.25)  # few tokens leave a card idle
+    peak = cluster.peak * (0.5 if layout.precision == "fp32" else 1.0) * EFFICIENCY[layout.precision] * small
+    seconds = tokens * forward * passes / (cards * peak)
+    seconds += _tensor_seconds(sizes, cluster, layout)
+    waiting = (layout.pipeline - 1) / (layout.chunks * layout.accumulation)
+    return seconds * (1 + waiting) + _data_seconds(sizes, cluster, layout)
+
+
+def _tensor_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
+    """Four all-reduces of the hidden states in each layer, forward and backward."""
+    if layout.tensor == 1:
+        return 0.0
+    item = 4 if layout.precision == "fp32" else 2
+    hidden = layout.micro * sizes.length * sizes.width * item
+    each = 2 * (layout.tensor - 1) / layout.tensor * hidden / cluster.link + 20e-6
+    return 4 * each * sizes.layers / layout.pipeline * layout.accumulation
+
+
+def _data_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
+    """Gradients of a step over the replicas, half of it beneath the backward pass; stage 3 also fetches weights."""
+    if layout.data == 1:
+        return 0.0
+    inside = layout.tensor * layout.data <= cluster.per_node
+    speed = cluster.link if inside else cluster.network
+    item = 2 if layout.precision == "O2" else 4
+    own = sizes.parameters / (layout.tensor * layout.pipeline) * item
+    volume = 2 * (layout.data - 1) / layout.data * own / speed
+    fetched = volume * layout.accumulation if layout.stage == 3 else 0.0
+    return 0.5 * volume + fetched + (0.002 * layout.accumulation if layout.stage else 0.0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,114 @@
+"""The machine a run meets: its device, its precision, its processes."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gptlm.errors import UsageError
+from gptlm.recipes.common.main_process_first import waits_limited
+
+logger = logging.getLogger(__name__)
+
+PEAKS = {  # part of a card's name -> see peak_flops; a name that begins another comes after it
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run uses: "cuda" or "cpu", and "fp16", "bf16" or "fp32" arithmetic.
+
+    Half precision is autocast at level O1, half-precision weights at O2.
+    """
+
+    device: str
+    precision: str
+    level: str = "O1"
+
+    @property
+    def half_weights(self) -> bool:
+        return self.precision != "fp32" and self.level == "O2"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are kept in."""
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}[self.precision] if self.half_weights else torch.float32
+
+
+def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machine:
+    """The device and precision that can be had; falling back is said loudly.
+
+    Raises:
+        UsageError: for bfloat16 on a GPU without it.
+    """
+    wanted = "cpu" if device.lower().startswith("cpu") else "cuda"
+    found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
+    if found != wanted:
+        logger.warning("--device %s: no GPU is visible here, the run goes on the CPU, which is slow", device)
+    half = precision_of(fp16, bf16, level)
+    if half == "fp32":
+        return Machine(found, "fp32")
+    if found == "cpu" and (half == "fp16" or wanted != "cpu"):
+        logger.warning("--%s: half precision is not used on a CPU, the run is float32", half)
+        return Machine("cpu", "fp32")
+    if found == "cuda" and half == "bf16" and not torch.cuda.is_bf16_supported():
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; use --fp16")
+    return Machine(found, half, level)
+
+
+def precision_of(fp16: bool, bf16: bool, level: str) -> str:
+    """The arithmetic that flags ask for; level O0 switches half precision off."""
+    return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+
+def peak_flops(machine: Machine) -> float | None:
+    """Dense operations per second of one card in half precision, by the vendor's data sheet; None: not known."""
+    if machine.device != "cuda" or machine.precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for card, peak in PEAKS.items() if card in name), None)
+
+
+def use_device(machine: Machine) -> None:
+    """Quieten what looks for accelerators when there is none; say when cards are left idle."""
+    if machine.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return
+    cards = torch.cuda.device_count()
+    if cards > 1 and "LOCAL_RANK" not in os.environ:
+        logger.warning(
+            "%d GPUs are visible, this process uses one; for all of them: torchrun --nproc_per_node %d ...",
+            cards,
+            cards,
+        )
+
+
+@contextmanager
+def process_group_closed(seconds: int) -> Iterator[None]:
+    """Leave no process group behind: gloo's threads abort the process at exit otherwise.
+
+    A wait for other processes that took longer than `seconds`, which the group was made with, becomes a GptlmError.
+
+    What holds the group (the trainer, its wrapped model) must be out of reach when the block ends. A group that was
+    there before stays: who opened it closes it.
+    """
+    if dist.is_initialized():
+        with waits_limited(seconds):
+            yield
+        return
+    try:
+        with waits_limited(seconds):
+            yield
+            if dist.is_initialized():
+                dist.barrier()  # nobody takes the group from under another process
+    finally:
+        if dist.is_initialized():
+            gc.collect()  # the trainer is part of reference cycles
+            dist.destroy_process_group()

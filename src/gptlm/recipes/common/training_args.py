@@ -1,0 +1,172 @@
+"""The run in the words of transformers.TrainingArguments, and the trackers its events go to."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
+
+from gptlm.config.run import Run
+from gptlm.errors import GptlmError
+from gptlm.recipes.common.device import Machine
+from gptlm.recipes.common.main_process_first import join_by_cpu
+
+logger = logging.getLogger(__name__)
+
+
+def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
+    """Starts the process group when a launcher started several processes. `deepspeed` shards with that configuration.
+
+    Precision: HuggingFace's flags mean autocast without DeepSpeed and half weights with it; the other two cases are
+    DeepSpeed's torch_autocast and our master weights, with the flags off.
+    """
+    flags = machine.half_weights == (deepspeed is not None)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    training = run.training
+    if machine.device == "cpu":
+        join_by_cpu(training.ddp_timeout)  # transformers passes no time limit to gloo
+    arguments = TrainingArguments(
+        output_dir=training.output_dir,
+        per_device_train_batch_size=run.step_batch,
+        per_device_eval_batch_size=training.per_device_eval_batch_size,
+        gradient_accumulation_steps=run.step_accumulation,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_epsilon=training.adam_epsilon,
+        max_grad_norm=training.max_grad_norm,
+        optim="adamw_torch" if training.optim == "adamw_torch" else "adamw_torch_fused",
+        seed=training.seed,
+        use_cpu=machine.device == "cpu",
+        fp16=flags and machine.precision == "fp16",
+        bf16=flags and machine.precision == "bf16",
+        deepspeed=deepspeed,
+        eval_strategy=training.evaluation_strategy or "no",
+        eval_steps=training.eval_steps,
+        eval_on_start=training.eval_on_start and training.do_eval,
+        save_strategy=training.save_strategy,
+        save_steps=training.save_steps,
+        save_only_model=training.ignore_save_lr_and_optim,
+        load_best_model_at_end=training.load_best_model_at_end,
+        metric_for_best_model=training.metric_for_best_model,
+        greater_is_better=bool(training.greater_is_better) if training.metric_for_best_model else None,
+        logging_steps=training.logging_steps,
+        logging_first_step=training.logging_first_step,
+        logging_nan_inf_filter=False,  # it hides NaN and waits for the device at every micro-batch
+        run_name=training.run_name,
+        report_to=[],
+        disable_tqdm=training.disable_tqdm or not sys.stderr.isatty(),
+        dataloader_num_workers=training.dataloader_num_workers,
+        ignore_data_skip=True,  # the sampler starts at the consumed sample
+        ddp_find_unused_parameters=False,
+        ddp_timeout=training.ddp_timeout,
+        log_level="error",
+        log_level_replica="error",
+    )
+    arguments.device  # noqa: B018 - starts the process group and counts the GPUs
+    arguments._n_gpu = min(arguments._n_gpu, 1)  # more would mean nn.DataParallel, which is slow and changes batches
+    return arguments
+
+
+class _RunParameters:
+    """transformers' arguments, of which trackers read the resolved run instead: schedule, data, adapters, layout."""
+
+    def __init__(self, arguments: TrainingArguments, parameters: dict[str, Any]):
+        self._arguments, self._parameters = arguments, parameters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arguments, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._parameters)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self._parameters, indent=2, ensure_ascii=False)
+
+
+class RunTensorBoard(TensorBoardCallback):
+    """TensorBoard's events with the parameters of the resolved run."""
+
+    def __init__(self, folder: str, parameters: dict[str, Any]):
+        super().__init__()
+        self.logging_dir, self.parameters = folder, parameters
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(_RunParameters(args, self.parameters), state, control, **kwargs)  # type: ignore[arg-type]
+
+
+class RunWandb(WandbCallback):
+    """Weights & Biases with the parameters of the resolved run."""
+
+    def __init__(self, parameters: dict[str, Any]):
+        super().__init__()
+        self.parameters = parameters
+
+    def setup(self, args, state, model, **kwargs):
+        super().setup(_RunParameters(args, self.parameters), state, model, **kwargs)  # type: ignore[arg-type]
+
+
+class VisualDLCallback(TrainerCallback):
+    """Scalars of every log line, and the parameters of the resolved run, into VisualDL's event files."""
+
+    def __init__(self, writer: Any, parameters: dict[str, Any]):
+        self.writer, self.parameters = writer, parameters
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.writer.add_text("args", json.dumps(self.parameters, indent=2, ensure_ascii=False), 0)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            for name, value in rewrite_logs(logs or {}).items():
+                if isinstance(value, (int, float)):
+                    self.writer.add_scalar(tag=name, value=value, step=state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.writer.close()
+
+
+def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
+    """One callback per tracker in `--report_to`; a tracker that is not installed is replaced or left out, and said."""
+    wanted = set(run.training.report_to)
+    if "none" in wanted:
+        return []
+    if "all" in wanted:
+        wanted |= {"tensorboard", "visualdl"}
+    stamp = time.strftime("%b%d_%H-%M-%S")
+    folder = run.training.logging_dir or str(output_dir / "runs" / f"{stamp}_{gethostname()}")
+    callbacks: list[TrainerCallback] = []
+    if "visualdl" in wanted and run.sources["report_to"] != "default":
+        visualdl = _visualdl_writer(folder)
+        if visualdl is None:
+            logger.info("visualdl is not installed: events go to TensorBoard files in %s", folder)
+            wanted.add("tensorboard")
+        else:
+            callbacks.append(VisualDLCallback(visualdl, run.as_parameters()))
+    elif "visualdl" in wanted:
+        wanted.add("tensorboard")
+    if "tensorboard" in wanted:
+        callbacks.append(RunTensorBoard(folder, run.as_parameters()))
+    if "wandb" in wanted:
+        try:
+            callbacks.append(RunWandb(run.as_parameters()))
+        except RuntimeError as error:
+            raise GptlmError("--report_to wandb: wandb is not installed; pip install wandb") from error
+    return callbacks
+
+
+def _visualdl_writer(folder: str) -> Any:
+    try:
+        from visualdl import LogWriter
+    except Exception:  # visualdl 2.5.3 fails in its own imports in several ways
+        return None
+    return LogWriter(logdir=folder)

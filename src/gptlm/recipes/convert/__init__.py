@@ -1,0 +1,1 @@
+"""gptlm convert."""

@@ -1,0 +1,235 @@
+"""Looking at token files: are they whole, what is in them, which samples will be read and in which order."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gptlm.checkpoint.disk import write_failure
+from gptlm.config.args.data_tools import CopyArguments, OrderQuestion, PrefixArguments
+from gptlm.config.run import PretrainRun, with_epochs_counted
+from gptlm.data.blocks import BlockDataset
+from gptlm.data.cache import IndexCache
+from gptlm.data.endings import missing_end
+from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, read_metadata
+from gptlm.data.inputs import find_prefixes
+from gptlm.data.splits import SPLITS, Corpus, PretrainingDataset, build_split, open_corpora
+from gptlm.data.writer import IndexedTokensWriter
+from gptlm.errors import GptlmError
+
+FIRST_SAMPLES = 8
+
+
+def order(question: OrderQuestion) -> dict[str, dict | None]:
+    """Print, and return, what each split serves: its length, epochs, a hash of all samples, and the first ones."""
+    datasets = _datasets(question)
+    facts = {split: _facts(dataset) for split, dataset in datasets.items()}
+    if question.arguments.json:
+        print(json.dumps(facts))
+        return facts
+    for split, fact in facts.items():
+        if fact is None:
+            print(f"{split}: empty")
+        else:
+            print(f"{split}: {fact['len']} samples, {fact['epochs'] or 'blended'} epochs, sha256 {fact['sha256']}")
+    return facts
+
+
+def show(question: OrderQuestion) -> None:
+    """Print one training sample: its ids and its text, with a line where one document ends and the next begins."""
+    dataset = _datasets(question)["train"]
+    number = question.arguments.sample
+    if dataset is None or number >= len(dataset):
+        raise GptlmError(f"--sample {number}: the train split has {len(dataset) if dataset else 0} samples, from 0")
+    while not isinstance(dataset, BlockDataset):
+        part = int(dataset.parts[number])
+        print(f"sample {number} of the blend is sample {int(dataset.samples[number])} of part {part}")
+        dataset, number = dataset.datasets[part], int(dataset.samples[number])
+    tokenizer = _tokenizer(question.arguments.tokenizer_name_or_path, dataset.tokens.prefix)
+    for sequence, offset, ids in dataset.pieces(number):
+        print(f"--- sequence {sequence} of {dataset.tokens.prefix}, tokens {offset} to {offset + len(ids) - 1}")
+        print(" ".join(map(str, ids.tolist())))
+        if tokenizer is not None:
+            print(tokenizer.decode(ids.tolist()))
+
+
+def check(arguments: PrefixArguments) -> None:
+    """Check every invariant of one corpus and say that it is whole.
+
+    Raises:
+        GptlmError: naming the first thing that is wrong.
+    """
+    tokens, facts = _open(arguments)
+    vocab_size = arguments.vocab_size or facts.get("vocab_size")
+    low, high = id_range(tokens)
+    bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
+    if bad is not None:
+        sequence, offset, token = bad
+        reason = f"not below {vocab_size}" if token >= 0 else "and ids begin with 0"
+        raise GptlmError(f"{tokens.prefix}: sequence {sequence}, token {offset} is id {token}, {reason}")
+    if facts and facts.get("tokens") != len(tokens.tokens):
+        noted = f"notes {facts['tokens']:,} tokens" if "tokens" in facts else "does not note how many tokens there are"
+        raise GptlmError(
+            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it is of other data; remove it "
+            "or preprocess again"
+        )
+    known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
+    counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
+    print(f"{tokens.prefix} is whole: {counts}, ids {low} to {high} ({known})")
+    if problem := missing_end(tokens, facts.get("eos_token_id")):
+        print(f"warning: {problem}")
+
+
+def stats(arguments: PrefixArguments) -> None:
+    """Print numbers of one corpus."""
+    tokens, facts = _open(arguments)
+    sizes = tokens.sizes
+    low, high = id_range(tokens)
+    rows = {
+        "documents": len(tokens.document_starts) - 1,
+        "sequences": len(tokens),
+        "empty sequences": int((sizes == 0).sum()),
+        "tokens": len(tokens.tokens),
+        "dtype": tokens.tokens.dtype,
+        "ids": f"{low} to {high}",
+        "length min / median / mean / max": (
+            f"{sizes.min()} / {np.median(sizes):g} / {sizes.mean():.1f} / {sizes.max()}" if len(sizes) else "-"
+        ),
+        "vocabulary": facts.get("vocab_size", "unknown"),
+        "tokenizer": facts.get("tokenizer", "unknown"),
+    }
+    for name, value in rows.items():
+        print(f"{name:<34}{value:,}" if isinstance(value, int) else f"{name:<34}{value}")
+    if problem := missing_end(tokens, facts.get("eos_token_id")):
+        print(f"warning: {problem}")
+
+
+def copy(arguments: CopyArguments) -> None:
+    """Join corpora into one, in any of the formats.
+
+    Raises:
+        GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
+    """
+    prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
+    opened = {prefix: open_tokens(prefix) for prefix in prefixes}
+    prefixes = _shards_in_order(prefixes)
+    if Path(arguments.output_prefix or "").resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+        raise GptlmError(f"--output_prefix {arguments.output_prefix} is one of the inputs; give another")
+    sources = [opened[prefix] for prefix in prefixes]
+    facts = [read_metadata(prefix) for prefix in prefixes]
+    prints = {fact.get("tokenizer_fingerprint") for fact in facts if fact}
+    if len(prints) > 1:
+        raise GptlmError(
+            f"{' and '.join(prefixes)} were made with different tokenizers; their ids mean different texts"
+        )
+    known = [fact["vocab_size"] for fact in facts if "vocab_size" in fact]
+    vocab_size = arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source)[1] for source in sources)
+    writer = None
+    try:
+        writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)
+        for source in sources:
+            writer.copy(source)
+        kept = {key: value for key, value in facts[0].items() if key.startswith(("tokenizer", "eos", "append"))}
+        if len(sources) == 1:
+            kept |= {key: facts[0][key] for key in ("shard", "shard_of") if key in facts[0]}
+        written = writer.finish(kept)
+    except OSError as error:
+        output = Path(arguments.output_prefix or "")
+        raise GptlmError(f"cannot write {output}: {write_failure(error, output)}") from error
+    finally:
+        if writer is not None:
+            writer.abandon()
+    print(f"{len(sources)} corpora, {len(writer.sizes)} sequences, {writer.total:,} tokens")
+    for source, fact in zip(sources, facts, strict=True):
+        if problem := missing_end(source, fact.get("eos_token_id", kept.get("eos_token_id"))):
+            print(f"warning: {problem}")
+    print(f"written: {', '.join(map(str, written))}")
+
+
+def _shards_in_order(prefixes: list[str]) -> list[str]:
+    """Shards are joined in their own order and all of them or none; other corpora as they were named."""
+    facts = {prefix: read_metadata(prefix) for prefix in prefixes}
+    shards = {prefix: _shard_of(prefix, fact) for prefix, fact in facts.items()}
+    if len(prefixes) == 1 or not any(shards.values()):
+        return prefixes
+    ordered = sorted(prefixes, key=lambda prefix: shards[prefix])
+    parts = max(shard[1] for shard in shards.values() if shard)
+    wanted = [(part, parts) for part in range(1, parts + 1)]
+    if [shards[prefix] for prefix in ordered] != wanted:
+        found = ", ".join(f"{shard[0]}/{shard[1]}" if shard else "a whole corpus" for shard in shards.values())
+        raise GptlmError(f"shards are merged when all {parts} are there, each once; found {found}")
+    if len({facts[prefix].get("shard_of") for prefix in prefixes}) > 1:
+        raise GptlmError(
+            "the shards are not of one input and one command (files and their sizes, key, end-of-text, sentences); "
+            "make them with the same flags from the same files"
+        )
+    return ordered
+
+
+def _shard_of(prefix: str, facts: dict) -> tuple[int, ...]:
+    shard = facts.get("shard", [])
+    if not (isinstance(shard, list) and len(shard) in (0, 2) and all(isinstance(number, int) for number in shard)):
+        raise GptlmError(f"{prefix}.meta.json has the shard {shard!r}; expected two numbers")
+    return tuple(shard)
+
+
+def index(run: PretrainRun) -> None:
+    """Build the index that the pretraining command `run` will look for, on a machine without a GPU."""
+    from gptlm.recipes.pretrain.data import load_or_build_datasets, steps_per_epoch
+    from gptlm.training.metrics.throughput import start_logging
+
+    start_logging(speaks=True)
+    corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
+    run = with_epochs_counted(run, steps_per_epoch(run, corpora))
+    for split, dataset in load_or_build_datasets(run, corpora).items():
+        if dataset is not None:
+            print(f"{split}: {len(dataset)} samples of {run.data.max_seq_length} tokens")
+
+
+def _datasets(question: OrderQuestion) -> dict[str, PretrainingDataset | None]:
+    arguments = question.arguments
+    corpora: Sequence[Corpus] = open_corpora(arguments.input_dir or "", arguments.split, arguments.data_order)
+    cache = IndexCache([Path(arguments.data_cache)] if arguments.data_cache else [])
+    return {
+        split: build_split(
+            corpora,
+            split,
+            num_samples=count,
+            seq_length=arguments.max_seq_length,
+            seed=arguments.seed,
+            cache=cache,
+            data_order=arguments.data_order,
+        )
+        for split, count in zip(SPLITS, question.counts, strict=True)
+    }
+
+
+def _facts(dataset: PretrainingDataset | None) -> dict | None:
+    if dataset is None:
+        return None
+    digest = hashlib.sha256()
+    for i in range(len(dataset)):
+        digest.update(dataset[i].astype("<i8").tobytes())
+    return {
+        "len": len(dataset),
+        "epochs": dataset.order.epochs if isinstance(dataset, BlockDataset) else None,
+        "sha256": digest.hexdigest(),
+        "first": [dataset[i].tolist() for i in range(min(FIRST_SAMPLES, len(dataset)))],
+    }
+
+
+def _open(arguments: PrefixArguments) -> tuple[IndexedTokens, dict]:
+    prefix = arguments.prefix or ""
+    return open_tokens(prefix), read_metadata(prefix)
+
+
+def _tokenizer(named: str | None, prefix: str):
+    """The tokenizer named, or the one noted beside the data if it is still there; else None."""
+    from gptlm.model.tokenizer import load_tokenizer
+
+    recorded = read_metadata(prefix).get("tokenizer")
+    if named:
+        return load_tokenizer(named)
+    return load_tokenizer(recorded) if recorded and Path(recorded).is_dir() else None

@@ -1,0 +1,253 @@
+"""Fine-tuning, from a checked run to a saved model: tokenizer -> examples -> model -> trainer -> train -> metrics."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from gptlm.checkpoint import folder as checkpoint
+from gptlm.config.args.sft import SftRun
+from gptlm.config.run import with_epochs_counted
+from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
+from gptlm.data.sft import NO_TARGETS
+from gptlm.errors import GptlmError
+from gptlm.model.adapter_card import resize_call
+from gptlm.model.adapter_files import settings_of
+from gptlm.model.base_weights import check_base, fingerprint_of, warn_of_other_base
+from gptlm.model.lora import add_adapters, load_adapters
+from gptlm.model.presets import shape_of_config
+from gptlm.model.tokenizer import fit_to_model
+from gptlm.parallel.deepspeed import start_deepspeed
+from gptlm.recipes.common.acceleration import speed_arguments
+from gptlm.recipes.common.deepspeed import deepspeed_config
+from gptlm.recipes.common.device import Machine, process_group_closed
+from gptlm.recipes.common.model import make_model, weights_folder
+from gptlm.recipes.common.resume import check_output, check_shape, output_locked
+from gptlm.recipes.common.training import begin, evaluate, finish, say_run, train, trainer_arguments
+from gptlm.recipes.common.training_args import hf_arguments
+from gptlm.recipes.merge_lora import merge
+from gptlm.recipes.sft.data import (
+    SftData,
+    collator,
+    continuation,
+    evaluation_samples,
+    load_data,
+    order_facts,
+)
+from gptlm.recipes.sft.sources import find_sources
+from gptlm.recipes.sft.tokenizer import check_added_tokens, check_tokenizer, find_sft_tokenizer
+from gptlm.training.callbacks import EndOfTurn
+from gptlm.training.lr_schedule import Schedule
+from gptlm.training.metrics.responses import SftTrainer
+
+logger = logging.getLogger(__name__)
+
+MERGED = "merged"  # the folder in output_dir for --merge_weights
+
+
+def sft(run: SftRun) -> dict[str, float]:
+    """Run it; returns the metrics that are also in `output_dir/all_results.json`.
+
+    Raises:
+        GptlmError: for anything the user can mend, before the model is built wherever that is possible.
+    """
+    start, machine = begin(run, _check_start)
+    if run.lora.merge_weights and run.lora.lora:
+        check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
+    sources = find_sources(run)
+    tokenizer, new_tokens = find_sft_tokenizer(run)
+    if start is not None:
+        check_tokenizer(start.path, tokenizer)
+    elif run.lora.lora_path:
+        check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
+    run = _with_room_for(run, tokenizer)
+    if start is not None and not run.lora.lora:
+        check_shape(run, start)
+    fit_to_model(tokenizer, run.shape.max_position_embeddings)
+    data = load_data(run, sources, tokenizer)
+    position, promise = _position(run, data, start)
+    steps = (len(data.train), run.batch.total)
+    done = start.facts["global_step"] if start else 0
+    last = done + steps_left(run.training.num_train_epochs, position, *steps)
+    run = with_epochs_counted(run, steps_in(*steps), last_step=last)
+    with output_locked(run), process_group_closed(run.training.ddp_timeout):
+        metrics = _run(run, machine, tokenizer, new_tokens, data, start, position, promise)
+    if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
+        unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
+        output = Path(run.training.output_dir or "")
+        merge(weights_folder(run), output, output / MERGED)
+    return metrics
+
+
+def _run(
+    run: SftRun,
+    machine: Machine,
+    tokenizer: PreTrainedTokenizerBase,
+    new_tokens: list[int],
+    data: SftData,
+    start: checkpoint.Checkpoint | None,
+    position: Position,
+    promise: str | None,
+) -> dict[str, float]:
+    """Everything that needs the process group."""
+    deepspeed = deepspeed_config(run, machine)
+    if deepspeed is not None:
+        start_deepspeed(on_cpu=machine.device == "cpu")
+    arguments = hf_arguments(run, machine, deepspeed)
+    say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
+    set_seed(run.training.seed)
+    model: Any = make_model(run, tokenizer, deepspeed)
+    ends = tokenizer.eos_token_id if data.ends is None else data.ends
+    model.generation_config.eos_token_id = ends
+    uneven = "examples differ in length"
+    speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
+    if run.lora.lora:
+        model = _with_adapters(run, model, new_tokens, machine)
+        if start is None and run.lora.lora_path:
+            warn_of_other_base(Path(run.lora.lora_path), weights_folder(run))
+    if deepspeed is None:
+        model = model.to(dtype=machine.dtype)
+    facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
+    trainer = SftTrainer(
+        model=model,
+        train_dataset=_epochs(run, data, start, position),
+        eval_dataset=evaluation_samples(run, data),
+        data_collator=collator(run, tokenizer),
+        processing_class=tokenizer,
+        schedule=_schedule(run),
+        seq_length=data.tokens_per_sample,
+        **speed,
+        continuation=continuation(run, data, tokenizer),
+        **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
+    )
+    trainer.add_callback(EndOfTurn(ends))
+    metrics = train(run, trainer, start, promise) if run.training.do_train else {}
+    if run.training.do_eval and "eval_loss" not in metrics:
+        metrics |= evaluate(trainer, "eval")
+    finish(run, trainer, metrics)
+    if new_tokens and run.lora.lora and run.training.do_train:
+        logger.info(
+            "the adapters bring rows for %d added tokens: plain PEFT needs %s before PeftModel.from_pretrained",
+            len(new_tokens), resize_call(run.shape.vocab_size),
+        )  # fmt: skip
+    return metrics
+
+
+def _position(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None) -> tuple[Position, str | None]:
+    """Where in its epochs the run goes on, and that in words; the beginning of an epoch where it cannot be told."""
+    if start is None:
+        return BEGIN, None
+    noted, count = start.facts.get("epoch_position"), len(data.train)
+    if noted is None:
+        epoch = start.facts["consumed_samples"] // max(count, 1)
+        return Position(epoch, 0), f"it does not say where in its epoch: epoch {epoch + 1} starts again"
+    position = Position(*noted)
+    if position.place and start.facts["order"] != order_facts(run, data):
+        return Position(position.epoch, 0), f"data or order are not the same: epoch {position.epoch + 1} starts again"
+    return position, f"epoch {position.epoch + 1} goes on after {position.place:,} of its {count:,} samples"
+
+
+def _epochs(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None, position: Position) -> Epochs:
+    """The training data from `position` on."""
+    return Epochs(
+        data.train,
+        sizes=[Size(len(sample), sum(len(row.ids) - 1 for row in sample)) for sample in data.train],
+        filler=NO_TARGETS,
+        batch=run.batch.total,
+        steps=max(0, run.training.max_steps - (start.facts["global_step"] if start else 0)),
+        seed=run.training.seed,
+        start=position,
+    )
+
+
+def _with_room_for(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftRun:
+    """The run with an embedding for every entry of the tokenizer."""
+    entries = max(run.shape.vocab_size, len(tokenizer))
+    return replace(run, shape=replace(run.shape, vocab_size=entries))
+
+
+def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Machine) -> Any:
+    lora = run.lora
+    set_seed(run.training.seed)  # the same adapters, however the model was filled
+    adapted = add_adapters(
+        model,
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha or 0.0,
+        dropout=lora.lora_dropout,
+        targets=lora.lora_target_modules,
+        base=_base_name(run),
+        new_tokens=new_tokens,
+        base_fingerprint=fingerprint_of(Path(weights_folder(run))),
+    )
+    if lora.lora_path:
+        load_adapters(adapted, Path(lora.lora_path))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # PEFT makes them float32
+            parameter.data = parameter.data.to(machine.dtype)
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in adapted.parameters()]  # ZeRO stage 3's are
+    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)  # empty here
+    logger.info(
+        "adapters: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+    )
+    return adapted
+
+
+def _base_name(run: SftRun) -> str:
+    """What plain PEFT finds the model's own weights by: a name of the hub, or a folder."""
+    weights = run.source.weights or ""
+    return weights if run.source.kind == "preset" else str(Path(weights).absolute())
+
+
+def _schedule(run: SftRun) -> Schedule:
+    """PaddleNLP's fine-tuning decays linearly to lr_decay_ratio; its first update is step 0 of the warm-up."""
+    training = run.training
+    linear = training.lr_scheduler_type == "linear"
+    return Schedule(
+        kind="polynomial" if linear else training.lr_scheduler_type,
+        maximum=training.learning_rate,
+        minimum=training.min_learning_rate,
+        warmup=training.warmup_steps,
+        decay=training.decay_steps or training.max_steps,
+        end=training.min_learning_rate if linear else training.lr_end,
+        power=1.0 if linear else training.power,
+    )
+
+
+def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
+    """Raises GptlmError if the checkpoint is of another kind of fine-tuning than the command's."""
+    has_adapters = (found.path / "adapter_config.json").is_file()
+    if has_adapters != run.lora.lora:
+        what, other = ("adapters", "--lora") if has_adapters else ("a whole model", "no --lora")
+        raise GptlmError(
+            f"the checkpoint {found.path} is of {what}; give {other}, another --output_dir, or --overwrite_output_dir"
+        )
+    if not has_adapters:  # tokens that are added count when the tokenizer is there
+        entries = shape_of_config(found.path / "config.json").vocab_size
+        check_shape(replace(run, shape=replace(run.shape, vocab_size=entries)), found)
+        return
+    check_base(found.path, Path(weights_folder(run)))
+    saved = settings_of(found.path)
+    differences = [
+        f"{flag} {saved[key]:g} there, {value:g} in the command"
+        for flag, key, value in (
+            ("lora_rank", "r", run.lora.lora_rank),
+            ("lora_alpha", "lora_alpha", run.lora.lora_alpha or 0.0),
+        )
+        if saved[key] != value
+    ]
+    dropout = saved.get("lora_dropout") or 0.0
+    if dropout != run.lora.lora_dropout:
+        logger.warning(
+            "lora_dropout was %g in %s, is %g now: the new value holds", dropout, found.path.name, run.lora.lora_dropout
+        )
+    if set(saved["target_modules"]) != set(run.lora.lora_target_modules):
+        differences.append(f"lora_target_modules {' '.join(sorted(saved['target_modules']))} there")
+    if differences:
+        raise GptlmError(
+            f"the checkpoint {found.path} has other adapters: {'; '.join(differences)}; give the same, another "
+            "--output_dir, or --overwrite_output_dir"
+        )

@@ -1,0 +1,48 @@
+"""Train a tokenizer on text and save it."""
+
+import logging
+from itertools import chain
+from pathlib import Path
+
+from gptlm.checkpoint.disk import write_failure
+from gptlm.config.args.preprocess import TokenizerArguments
+from gptlm.data.corpus import read_texts
+from gptlm.data.cutting import in_pieces
+from gptlm.errors import GptlmError
+from gptlm.model.tokenizer import fingerprint, train_tokenizer
+from gptlm.recipes.common.resume import check_output
+from gptlm.training.metrics.throughput import start_logging
+
+logger = logging.getLogger(__name__)
+
+
+def tokenizer(arguments: TokenizerArguments) -> Path:
+    """Run it; returns the folder with tokenizer.json, vocab.json and merges.txt.
+
+    Raises:
+        GptlmError: if there is no text, or the folder cannot be written.
+    """
+    start_logging(speaks=True)
+    folder = Path(arguments.output_dir or "")
+    check_output("output_dir", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
+    first = next((text for text in texts if text.strip()), None)
+    if first is None:
+        raise GptlmError(f"{arguments.input_path} holds no text under {arguments.json_key!r} to train on")
+    texts = in_pieces(chain([first], texts))
+    trained = train_tokenizer(texts, arguments.vocab_size, min_frequency=arguments.min_frequency)
+    if len(trained) < arguments.vocab_size:
+        logger.warning(
+            "the text offers %d entries, %d were asked for (min_frequency %d)",
+            len(trained),
+            arguments.vocab_size,
+            arguments.min_frequency,
+        )
+    try:
+        trained.save_pretrained(folder)
+        trained.backend_tokenizer.model.save(str(folder))  # GPT-2's two files, for tools that want them
+    except OSError as error:
+        raise GptlmError(f"cannot write the tokenizer to {folder}: {write_failure(error, folder)}") from error
+    logger.info("tokenizer with %d entries (%s) written to %s", len(trained), fingerprint(trained), folder)
+    return folder

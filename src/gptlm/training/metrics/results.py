@@ -1,0 +1,115 @@
+"""Result files of a run: `NAME_results.json`, and `all_results.json` with everything so far; whose they are."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptlm.compat.log_lines import perplexity
+
+logger = logging.getLogger(__name__)
+
+
+OWNERS = "results_of.json"  # suffix of result files -> the model they tell of, beside them
+OWN = "the model trained here"
+
+
+def write_results(folder: Path, name: str, metrics: Mapping[str, float], of: str | None = None) -> None:
+    """Write `metrics` of one stage ("train", "eval", "test") and merge them into `all_results.json`.
+
+    Results of another model are never replaced: those of the model trained in `folder` have the plain names, others
+    take `NAME_results-2.json` and so on where those are taken.
+
+    Args:
+        of: the model that was evaluated; None: the one trained in `folder`.
+    """
+    suffix = suffix_of(folder, of)
+    everything = folder / f"all_results{suffix}.json"
+    results = folder / f"{name}_results{suffix}.json"
+    if suffix:
+        logger.info("results of %s: %s", of, results)
+    for path, content in ((results, metrics), (everything, {**_read(everything), **metrics})):
+        _replace(path, content)
+
+
+def suffix_of(folder: Path, of: str | None) -> str:
+    """The suffix of a model's result files in `folder`, "" or "-2" and so on; notes it there."""
+    model = of or OWN
+    owners: dict[str, str] = {key: str(value) for key, value in _read(folder / OWNERS).items()}
+    if "" not in owners and any(folder.glob("*_results.json")):
+        owners[""] = OWN  # of a version that noted nothing
+    if model == OWN and owners.get("", OWN) != OWN:
+        other = _free(owners)
+        owners[other] = owners.pop("")
+        for path in folder.glob("*_results.json"):
+            path.replace(path.with_name(f"{path.stem}{other}.json"))
+        logger.info("results of %s are called *_results%s.json now", owners[other], other)
+    found = next((suffix for suffix, owner in owners.items() if owner == model), None)
+    suffix = found if found is not None else _free(owners)
+    if owners.get(suffix) != model or found is None:
+        _replace(folder / OWNERS, owners | {suffix: model})
+    return suffix
+
+
+def _free(owners: Mapping[str, str]) -> str:
+    return next(s for n in range(1, len(owners) + 3) if (s := f"-{n}" if n > 1 else "") not in owners)
+
+
+def _replace(path: Path, content: Mapping[str, object]) -> None:
+    temporary = path.with_name(path.name + ".incomplete")
+    temporary.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+WINDOW = 100  # log lines that the speed is a mean of
+
+
+def summary_table(
+    name: str, history: Sequence[Mapping[str, float]], *, parameters: int, seq_length: int, steps: int
+) -> list[str]:
+    """The table at the end of the 8-card recipes, and what its numbers are.
+
+    Args:
+        history: the noted log lines: `eval_loss` of each evaluation, `interval_samples_per_second` of each step.
+        parameters: of the model.
+    """
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    speeds = [s for entry in history if (s := entry.get("interval_samples_per_second")) is not None][-WINDOW:]
+    speed = sum(speeds) / len(speeds) if speeds else None
+    row = {
+        "NAME": name,
+        "params": f"{parameters / 1e6:.1f}M",
+        "final PPL": f"{perplexity(losses[-1]):.3f}" if losses else "-",
+        "best PPL": f"{perplexity(min(losses)):.3f}" if losses else "-",
+        "samples/s": "-" if speed is None else f"{speed:.2f}",
+        "tokens/s": "-" if speed is None else f"{speed * seq_length:.0f}",
+        "seq_len": str(seq_length),
+        "Steps": str(steps),
+    }
+    return [
+        "| " + " | ".join(row) + " |",
+        "| " + " | ".join("-" * len(title) for title in row) + " |",
+        "| " + " | ".join(row.values()) + " |",
+        f"PPL is exp(loss) on the same validation windows every time ({len(losses)} evaluations); published tables of "
+        "these recipes give the minimum over windows that moved, which is lower",
+        f"speeds are means over the last {len(speeds)} log lines of all processes, without evaluation and saving",
+    ]
+
+
+def remove_results(folder: Path) -> None:
+    """Remove the result files of an earlier run; those of other models stay."""
+    own = str(_read(folder / OWNERS).get("", OWN)) == OWN
+    for path in (*(folder.glob("*_results.json") if own else ()), folder / "trainer_state.json"):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError) as error:
+        logger.warning("%s was damaged (%s) and is written anew", path, error)
+        return {}

@@ -1,0 +1,1 @@
+"""Master weights and loss scale of half precision."""

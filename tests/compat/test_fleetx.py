@@ -1,0 +1,458 @@
+"""FleetX configurations: files, bases, overrides, every generation, and what the originals' cases ask for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptlm.config.args.evaluate import resolve_evaluate
+from gptlm.config.args.predict import resolve_predict
+from gptlm.config.run import parse_pretrain
+from gptlm.errors import UsageError
+
+BASE = """\
+Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}
+Engine:
+  max_steps: 500000
+  logging_freq: 1
+  eval_freq: 500
+  eval_iters: 10
+  mix_precision: {enable: True, dtype: float16, level: O2, scale_loss: 32768.0}
+  save_load: {save_steps: 1000, output_dir: ./output, ckpt_dir: }
+Model: {module: GPTModule, name: GPT, vocab_size_divisible_unit: 128}
+Data:
+  Train:
+    dataset: {name: GPTDataset, input_dir: ./data/, split: [949, 50, 1], max_seq_len: 1024}
+    loader: {num_workers: 1, collate_fn: gpt_collate_fn}
+Optimizer:
+  name: FusedAdamW
+  weight_decay: 0.01
+  lr: {name: CosineAnnealingWithWarmupDecay, decay_steps: 360000, warmup_rate: 0.01, max_lr: 5.0e-05, min_lr: 1e-5}
+  grad_clip: {name: ClipGradByGlobalNorm, clip_norm: 1.0}
+"""
+OWN = """\
+_base_: ./base.yaml
+Global:
+  local_batch_size: 8
+  micro_batch_size: 4
+Model:
+  vocab_size: 50304
+  hidden_size: 2048
+  num_layers: 24
+  num_attention_heads: 16
+  ffn_hidden_size:
+  use_recompute: True
+  recompute_granularity:
+Distributed:
+  dp_degree: 8
+  mp_degree: 1
+  pp_degree: 1
+  sharding: {sharding_degree: 1, sharding_stage: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "own.yaml").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture
+def show(folder):
+    """The printed run of own.yaml, or another text, with overrides, on `world` processes."""
+
+    def run(*overrides, world=8, text=None, path=None, more=()):
+        file = path or folder / "own.yaml"
+        if text is not None:
+            file.write_text(text)
+        words = ["-c", str(file), *(word for o in overrides for word in ("-o", o)), "--world_size", str(world), *more]
+        return json.loads(parse_pretrain(words, {}, printing=True).as_json())
+
+    return run
+
+
+def test_a_file_over_its_base(show, folder):
+    found = show()
+    run, origin = found["run"], found["from"]
+    wanted = {
+        "max_steps": 500000, "seed": 1024, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "local_batch_size": 8, "global_batch_size": 64, "data_parallel_degree": 8, "num_hidden_layers": 24,
+        "hidden_size": 2048, "intermediate_size": 8192, "recompute": True, "recompute_granularity": "full",
+        "fp16": True, "fp16_opt_level": "O2", "scale_loss": 32768, "learning_rate": 5e-05, "min_learning_rate": 1e-05,
+        "decay_steps": 360000, "warmup_steps": 3600, "lr_scheduler_type": "cosine", "lr_start_step": 1,
+        "eval_steps": 500, "save_steps": 1000, "do_train": True, "do_eval": True, "input_dir": "./data/",
+        "split": "949,50,1", "max_seq_length": 1024, "output_dir": "./output", "log_format": "fleetx",
+        "data_order": "megatron", "model_name_or_path": None, "dataloader_num_workers": 1, "sharding": "",
+    }  # fmt: skip
+    assert {name: run[name] for name in wanted} == wanted
+    assert run["eval_iters"] == 10 * 2  # global batches there, micro-batches here
+    assert origin["hidden_size"] == f"{folder}/own.yaml:7" and origin["max_steps"] == f"{folder}/base.yaml:3"
+    assert origin["gradient_accumulation_steps"] == "derived: 8 / 4"
+    assert found["notes"] == []
+
+
+def test_overrides_win_and_say_so(show):
+    found = show("Engine.max_steps=10", "Model.hidden_size=1_024", "Engine.max_steps=7", more=["--seed", "3"])
+    assert (found["run"]["max_steps"], found["run"]["hidden_size"], found["run"]["intermediate_size"]) == (
+        7,
+        1024,
+        4096,
+    )
+    assert (found["from"]["max_steps"], found["from"]["seed"], found["run"]["seed"]) == ("-o", "--seed", 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "flag", "value"),
+    [
+        ("Engine.mix_precision.dtype=bfloat16", "bf16", True),
+        ("Engine.mix_precision.enable=False", "fp16", False),
+        ("Engine.mix_precision.enable=false", "fp16", False),
+        ("Engine.mix_precision.level=O1", "fp16_opt_level", "O1"),
+        ("Optimizer.lr.max_lr=5.0e-6", "learning_rate", 5e-6),
+        ("Optimizer.lr.max_lr=1e-4", "learning_rate", 1e-4),
+        ("Optimizer.lr.decay_steps=None", "decay_steps", 500000),
+        ("Optimizer.lr.use_increments=True", "lr_start_step", 0),
+        ("Global.local_batch_size=", "local_batch_size", 4),
+        ("Engine.eval_freq=-1", "do_eval", False),
+        ("Engine.save_load.save_steps=-1", "save_strategy", "no"),
+        ("Data.Train.dataset.split=[98,1,1]", "split", "98,1,1"),
+        ("Data.Train.dataset.split.0=90", "split", "90,50,1"),
+        ("Data.Train.dataset.input_dir=/data/a=b", "input_dir", "/data/a=b"),
+        ("Data.Train.dataset.input_dir=dir", "input_dir", "dir"),
+        ("Model.no_recompute_layers=[0,3]", "no_recompute_layers", [0, 3]),
+        ("Model.recompute_granularity=only_attn", "recompute_granularity", "only_attn"),
+        ("Global.device=CPU", "device", "CPU"),
+        ("Distributed.dp_degree=", "data_parallel_degree", 8),
+        ("Global.max_steps=5", "max_steps", 5),  # as the examples of 2023 spell it
+    ],
+)
+def test_what_an_override_becomes(show, override, flag, value):
+    found = show(override)
+    assert found["run"][flag] == value and type(found["run"][flag]) is type(value)
+
+
+def test_true_in_small_letters_is_announced(show):
+    assert any("=true is taken as True" in note for note in show("Model.use_recompute=true")["notes"])
+
+
+def test_nothing_is_evaluated(show, tmp_path):
+    """The original runs what stands after the `=`."""
+    code = f"__import__('pathlib').Path('{tmp_path}/ran').touch()"
+    assert show(f"Data.Train.dataset.input_dir={code}")["run"]["input_dir"] == code
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UsageError, match="expected a number"):
+        show("Engine.logging_freq=2**10")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["Engine.max_steps"], "option(Engine.max_steps) should contain a =to distinguish between key and value"),
+        (["Data.Train.dataset.split.5=90"], "index(5) out of range([949, 50, 1])"),
+        (["Model.brand_new=True"], "-o Model.brand_new: there is no such key"),
+        (["Model.hiden_size=3"], "did you mean Model.hidden_size?"),
+        (["New.section.key=3"], "-o New.section.key: there is no such key"),
+        (["Model.hidden_size.foo=3"], "-o Model.hidden_size.foo: there is no such key"),
+        (["Model=3"], "Model is a section"),
+        (["Engine.logging_freq=010"], "-o Engine.logging_freq '010': expected a whole number"),
+        (["Global.global_batch_size=65"], "global_batch_size[65] should be divided by local_batch_size[8]"),
+        (
+            ["Global.local_batch_size=None", "Global.global_batch_size=60"],
+            "global_batch_size[60] should be divided by dp_degree[8] times sharding_degree[1]\n"
+            "  -o Global.global_batch_size 60 on 8 data-parallel replicas; the nearest that work are 32 and 64",
+        ),
+        (["Global.micro_batch_size=3"], "8 samples per replica are no multiple of -o Global.micro_batch_size 3"),
+        (["Distributed.dp_degree=3"], "unreasonable config of dist_strategy."),
+        (["Model.no_recompute_layers=[-1]"], "the min value in no_recompute_layers should >= 0"),
+        (["Model.no_recompute_layers=3"], "no_recompute_layers should be a list"),
+        (["Model.no_recompute_layers=[24]"], "the max value in no_recompute_layers should < num_layers"),
+        (["Model.no_recompute_layers=[0.5]"], "all values in no_recompute_layers should be an integer"),
+        (["Model.recompute_granularity=half"], "recompute_granularity can be only chosen from full or only_attn, but"),
+        (["Global.device=tpu"], "device(tpu) is not in ['gpu', 'xpu', 'rocm', 'npu', 'cpu', 'mlu'],"),
+        (["Optimizer.name=Momentum"], "-o Optimizer.name Momentum: expected FusedAdamW, AdamW, Adam"),
+        (["Optimizer.lr.name=LinearDecayWithWarmup"], "expected CosineAnnealingWithWarmupDecay"),
+        (
+            ["Data.Train.dataset.max_seq_len=2048", "Model.max_position_embeddings=1024"],
+            "longer than the position table",
+        ),
+        (
+            [
+                "Distributed.pp_degree=2",
+                "Distributed.dp_degree=",
+                "Model.virtual_pp_degree=2",
+                "Global.local_batch_size=12",
+            ],
+            "num of microbatches 3 should be divisible of pp_degree 2 when using interleave pipeline",
+        ),
+        (["Engine.max_steps=1e999"], "-o Engine.max_steps inf: expected a whole number"),
+        (["Model.module=[1]"], "expected one of GPTModule"),
+        (["Engine.max_steps=many"], "-o Engine.max_steps 'many': expected a whole number"),
+    ],
+)
+def test_what_is_wrong(show, overrides, says):
+    """First lines are the original's where it had a text."""
+    with pytest.raises(UsageError) as error:
+        show(*overrides)
+    assert says in str(error.value)
+
+
+def test_dp_degree_adapts_on_request(show):
+    with pytest.raises(UsageError, match="--adapt_dp"):
+        show(world=4)
+    found = show(world=4, more=["--adapt_dp"])
+    assert found["run"]["data_parallel_degree"] == 4 and found["run"]["global_batch_size"] == 32
+    assert any("so adaptively adjust dp_degree to 4" in note for note in found["notes"])
+
+
+def test_sharding_ranks_are_replicas(show):
+    text = OWN.replace("dp_degree: 8", "dp_degree: 2").replace("sharding_degree: 1", "sharding_degree: 4")
+    run = show(text=text)["run"]
+    assert (run["sharding"], run["sharding_parallel_degree"], run["data_parallel_degree"]) == ("stage1", 4, 2)
+    assert run["global_batch_size"] == 8 * 2 * 4
+
+
+def test_in_auto_files_dp_degree_counts_all_replicas(show):
+    text = OWN.replace("Model:\n", "Model:\n  module: GPTModuleAuto\n").replace(
+        "sharding_degree: 1", "sharding_degree: 8"
+    )
+    run = show(text=text)["run"]
+    assert (run["sharding_parallel_degree"], run["data_parallel_degree"], run["global_batch_size"]) == (8, 1, 64)
+    with pytest.raises(UsageError, match=r"dp_degree\[8\] should be divided by sharding_degree\[3\]\."):
+        show("Distributed.sharding.sharding_degree=3", text=text)
+
+
+def test_an_emptied_section_has_the_defaults(show):
+    run = show(text=OWN + "Optimizer:\n")["run"]
+    assert (run["learning_rate"], run["weight_decay"], run["max_steps"]) == (5e-5, 0.0, 500000)
+
+
+def test_inherited_false_replaces_a_section(show):
+    text = OWN + "Optimizer:\n  _inherited_: False\n  lr: {max_lr: 1e-3, min_lr: 1e-4}\n"
+    run = show(text=text)["run"]
+    assert (run["learning_rate"], run["weight_decay"], run["decay_steps"]) == (1e-3, 0.0, 500000)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("_base_: ./own.yaml\n", "has itself as _base_"),
+        ("_base_: ./gone.yaml\n", "cannot read the configuration .*gone.yaml"),
+        ("a: [1\n", "line 2 is not valid YAML"),
+        ("- 1\n", "holds no mapping"),
+        ("Global: {seed: 1}\nGlobal: {seed: 2}\n", "own.yaml:2: Global occurs twice"),
+        ("Global: {sed: 1}\n", r"Global.sed \(.*own.yaml:1\) is unknown; did you mean Global.seed\?"),
+        ("Model: {module: GPTModul}\n", "expected one of GPTModule"),
+    ],
+)
+def test_files_that_cannot_be_used(show, text, says):
+    with pytest.raises(UsageError, match=says):
+        show(text=text)
+
+
+FLAT = """\
+PreTraining:
+  device: gpu
+  max_steps: 500000
+  seed: 1024
+  use_recompute: False
+  recompute_granularity:
+  batch_size: {global_batch_size: 8, local_batch_size: 8, micro_batch_size: 8}
+  mix_precision: {use_pure_fp16: True, scale_loss: 32768.0}
+  logging_freq: 1
+  eval_freq: 500
+  eval_iters: 10
+  dataset: {input_dir: ./data, split: '949,50,1', max_seq_len: 1024}
+  save_load: {save_steps: 1000, output_dir: ./output, ckpt_dir: }
+  fused_linear: True
+  Model:
+    {vocab_size: 50304, hidden_size: 1024, num_layers: 24, num_attention_heads: 16, ffn_hidden_size: 4096,
+     hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, max_position_embeddings: 1024, type_vocab_size: 16,
+     initializer_range: 0.02}
+  Distributed: {dp_degree: 1, mp_degree: 1, pp_degree: 1, sharding: {sharding_degree: 1, sharding_stage: 1}}
+  Optimizer:
+    weight_decay: 0.01
+    adam_beta1: 0.9
+    adam_beta2: 0.95
+    adam_epsilon: 1.0e-8
+    lr: {decay_steps: 360000, warmup_rate: 0.01, max_lr: 1.0e-5, min_lr: 5.0e-5}
+    grad_clip: 0.5
+"""
+
+
+def test_the_first_generation(show):
+    """Its 345M file has max_lr and min_lr swapped: the curve is the original's, and it is said loudly."""
+    found = show(text=FLAT, world=1)
+    run = found["run"]
+    assert (run["log_format"], run["data_order"], run["fp16"], run["fp16_opt_level"]) == (
+        "fleetx-2022",
+        "fleetx",
+        True,
+        "O2",
+    )
+    assert (run["max_grad_norm"], run["adam_beta2"], run["split"], run["max_steps"]) == (0.5, 0.95, "949,50,1", 500000)
+    assert (run["learning_rate"], run["min_learning_rate"]) == (1e-5, 5e-5)
+    assert any("were they swapped?" in note for note in found["notes"])
+    assert any("fused_linear" in note and "kernels" in note for note in found["notes"])
+    assert show("Model.hidden_size=512", "max_steps=3", text=FLAT, world=1)["run"]["max_steps"] == 3
+
+
+def test_a_setting_said_twice_in_the_first_generation(show):
+    """There only the last name of a key counts, and the last one wins."""
+    found = show(text=FLAT.replace("    weight_decay", "    max_steps: 3\n    weight_decay"), world=1)
+    assert found["run"]["max_steps"] == 3
+    assert any("are one setting; the last one counts" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (("module: GPTModule,", "module: GPTEvalModule,"), "is made for gptlm evaluate -c"),
+        (("module: GPTModule,", "module: GPTGenerationModule,"), "is made for gptlm predict -c"),
+        (("module: GPTModule,", "module: GPTFinetuneModule,"), "classification on GLUE is not implemented"),
+        (("module: GPTModule,", "module: MoEModule,"), "mixtures of experts are not implemented"),
+        (("Optimizer:", "Compress: {Quantization: {enable: True}}\nOptimizer:"), "quantization-aware training is not"),
+        (("Optimizer:", "Compress: {Prune: {enable: True, ratio: 0.125}}\nOptimizer:"), "pruning is not implemented"),
+    ],
+)
+def test_what_is_printed_but_not_run(folder, edit, says):
+    (folder / "base.yaml").write_text(BASE.replace(*edit))
+    words = ["-c", str(folder / "own.yaml"), "-o", "Distributed.dp_degree=1"]
+    run = parse_pretrain(words, {}, printing=True)
+    assert len(run.refusals) == 1 and says in run.refusals[0]
+    assert f"this version refuses to run it: {run.refusals[0]}" in json.loads(run.as_json())["notes"]
+    try:
+        assert parse_pretrain(words, {}).refusals == run.refusals
+    except UsageError as error:
+        assert str(error) == run.refusals[0]
+
+
+EVAL = """\
+_base_: ./base.yaml
+Model: {module: GPTEvalModule, num_layers: 2, hidden_size: 32, num_attention_heads: 2}
+Offline_Eval: {eval_path: ./wiki.valid.tokens, cloze_eval: False, overlapping_eval: 32, batch_size: 8, max_seq_len: 64}
+"""
+GENERATION = """\
+_base_: ./base.yaml
+Model: {module: GPTGenerationModule}
+Generation:
+  {top_k: 50, top_p: 0.75, temperature: 1.0, min_dec_len: 1, max_dec_len: 600, num_return_sequences: 1,
+   decode_strategy: sampling, use_topp_sampling: True}
+"""
+
+
+def test_evaluation_and_generation_sections(folder):
+    (folder / "own.yaml").write_text(EVAL)
+    words = ["-c", str(folder / "own.yaml"), "-o", "Offline_Eval.cloze_eval=True", "-o", "Engine.save_load.ckpt_dir=x"]
+    values = resolve_evaluate(words, printing=True).values
+    assert (values["task"], values["batch_size"], values["max_seq_length"]) == ("LAMBADA", 8, 64)
+    assert (values["model_name_or_path"], values["eval_path"], values["fp16"]) == ("x", "./wiki.valid.tokens", True)
+    (folder / "own.yaml").write_text(GENERATION)
+    words = ["-c", str(folder / "own.yaml")]
+    with pytest.raises(UsageError, match="ckpt_dir .* is empty: give --model_name_or_path"):
+        resolve_predict(words)
+    parsed = resolve_predict([*words, "--model_name_or_path", "m", "--top_k", "5"])
+    values = parsed.values
+    assert (values["do_sample"], values["top_k"], values["top_p"], values["tgt_length"]) == (True, 5, 0.75, 512)
+    assert values["min_new_tokens"] == 1 and values["seed"] == 1024
+    assert values["prompt"] == ["Hi, GPT2. Tell me who Jack Ma is."]
+    assert any("max_dec_len" in note and "512 at most" in note for note in parsed.notes)
+
+
+# The originals' files and outcomes ------------------------------------------------------------------------------
+
+WORLDS = {"13B": 16, "dp8": 8, "sharding16": 16, "mp8_pp16": 128, "mp8": 8, "mp2": 2}
+BROKEN = {"g1c_20220816/examples/gpt/hybrid_parallel/configs_175B_mp8_pp16.yaml": "longer than the position table"}
+
+
+def test_every_file_of_the_originals_is_read(shared):
+    root = shared / "cases" / "fleetx" / "yaml"
+    files = sorted(root.rglob("*.yaml"))
+    assert len(files) > 40
+    for file in files:
+        one = any(word in file.name for word in ("generation", "inference", "single"))
+        world = next((size for name, size in WORLDS.items() if name in file.name and (not one or name == "mp2")), 1)
+        words = ["-c", str(file), "--world_size", str(world)]
+        broken = BROKEN.get(str(file.relative_to(root)))
+        if broken:
+            with pytest.raises(UsageError, match=broken):
+                parse_pretrain(words, {}, printing=True)
+            continue
+        run = parse_pretrain(words, {}, printing=True)
+        assert run.dims.world == world, file
+        runs = not any(
+            word in file.name for word in ("eval", "generation", "inference", "export", "glue", "prune", "qat")
+        )
+        assert bool(run.refusals) != runs, (file, run.refusals)
+
+
+SAME = {
+    ("Global", "local_batch_size"): "local_batch_size",
+    ("Global", "global_batch_size"): "global_batch_size",
+    ("Global", "micro_batch_size"): "per_device_train_batch_size",
+    ("Engine", "accumulate_steps"): "gradient_accumulation_steps",
+    ("Global", "seed"): "seed",
+    ("Engine", "max_steps"): "max_steps",
+    ("Model", "hidden_size"): "hidden_size",
+    ("Model", "num_layers"): "num_hidden_layers",
+    ("Distributed", "mp_degree"): "tensor_parallel_degree",
+    ("Distributed", "pp_degree"): "pipeline_parallel_degree",
+}
+OURS_IS_AN_ERROR = {  # the original accepts these
+    "Global.global_batch_size=65": "should be divided by local_batch_size",
+    "Model.brand_new=True": "there is no such key",
+    "Engine.logging_freq=010": "expected a whole number",
+}
+OURS_IS_NO_ERROR = (  # the original stops
+    "Global.local_batch_size=",  # the empty value
+    "Global.global_batch_size=None",  # micro-batch and accumulation are enough
+    "Optimizer.tensor_fusion=True",  # it has no effect here
+)
+
+
+def outcomes(shared):
+    root = shared / "cases" / "fleetx"
+    for case in json.loads((root / "overrides.json").read_text()):
+        name = Path(case["file"])
+        found = [f for f in (root / "yaml").rglob(name.name) if ("auto" in name.parts) == ("auto" in f.parts)]
+        if found:
+            yield case, found[0], case["overrides"], case.get("world_size", 1)
+
+
+def expected_error(case, overrides, world):
+    """What our message must hold; None: the run is accepted."""
+    ours = [says for override, says in OURS_IS_AN_ERROR.items() if override in overrides]
+    if ours:
+        return ours[0]
+    if case["file"].endswith("auto/pretrain_gpt_6.7B_sharding16.yaml") and world == 8:
+        return "does not divide the 8 data-parallel replicas"
+    if "error" not in case or set(overrides) & {*OURS_IS_NO_ERROR}:
+        return None
+    text = case["error"]["message"]
+    return "does not divide the number of processes" if "nranks" in text else text
+
+
+def test_outcomes_of_the_original(shared):
+    seen = 0
+    for case, file, overrides, world in outcomes(shared):
+        words = ["-c", str(file), "--world_size", str(world), *(word for o in overrides for word in ("-o", o))]
+        error = expected_error(case, overrides, world)
+        seen += 1
+        if error is not None:
+            with pytest.raises(UsageError) as raised:
+                parse_pretrain(words, {}, printing=True)
+            assert error in str(raised.value), (file, overrides)
+            continue
+        run = json.loads(parse_pretrain(words, {}, printing=True).as_json())["run"]
+        for (section, key), flag in SAME.items():
+            wanted = case.get("resolved", {}).get(section, {}).get(key)
+            assert wanted is None or run[flag] == wanted, (file, overrides, flag)
+    assert seen > 25
+
+
+@pytest.mark.parametrize(("batches", "said"), [("", "Engine.eval_iters is not given"), ("0", "is 0")])
+def test_an_evaluation_without_batches_says_so(show, batches, said):
+    found = show("Engine.eval_freq=500", f"Engine.eval_iters={batches}")
+    assert not found["run"]["do_eval"]
+    lines = [note for note in found["notes"] if "Engine.eval_freq 500 has no effect" in note]
+    assert len(lines) == 1 and said in lines[0]

@@ -1,0 +1,103 @@
+"""When gradients are exchanged in one go, and what is put together where."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gptlm.config.run import parse_pretrain
+from gptlm.errors import UsageError
+from gptlm.parallel.flat_grad_sync import put_together
+from gptlm.recipes.common.acceleration import AT_ONCE, exchanged_at_once
+from gptlm.recipes.common.deepspeed import deepspeed_config
+from gptlm.recipes.common.device import Machine
+from tests.conftest import ROOT
+
+BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
+HALF = Machine("cpu", "bf16", "O2")
+
+
+def decided(flags="", world=2, here="2", machine=HALF, parameters=1000, word="LOCAL_WORLD_SIZE", **more):
+    run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+            patch.delenv(name, raising=False)
+        if here:
+            patch.setenv(word, here)
+        return exchanged_at_once(run, machine, parameters, **more)
+
+
+def test_half_precision_gradients_of_one_machine_are_exchanged_at_once():
+    assert decided() and decided("--sharding stage1") and decided("--sharding stage2")
+    assert decided(word="LOCAL_SIZE")  # DeepSpeed's launcher
+    assert decided(parameters=AT_ONCE + 1) and decided("--amp_master_grad")
+
+
+@pytest.mark.distributed
+def test_stages_of_different_size_decide_alike(tmp_path):
+    """By the largest: stages on both sides of the limit would wait for each other."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from gptlm.recipes.common.acceleration import largest_of_all\n"
+        "dist.init_process_group('gloo')\n"
+        "assert largest_of_all(7 - dist.get_rank()) == 7\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_so_are_those_of_layouts():
+    """Without replicas nothing is exchanged, so wherever the processes are and however large the model is."""
+    for flags in ("--tensor_parallel_degree 2", "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2"):
+        assert decided(flags, parameters=AT_ONCE + 1, here="1")
+        assert decided(flags, world=4, here="4") and decided(f"{flags} --sharding stage1", world=4, here="4")
+
+
+def test_so_are_those_a_pipeline_adds_up_in_float32():
+    """DeepSpeed has no way for them."""
+    flags = "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2 --amp_master_grad"
+    assert decided(flags, here="1") and decided(flags, world=4, here="2", parameters=AT_ONCE + 1)
+    run = parse_pretrain(shlex.split(f"{BASE}{flags} --sharding stage1 offload"), {"WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="with a pipeline, --amp_master_grad goes without offload"):
+        deepspeed_config(run, HALF)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "2"},
+        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "4", "parameters": AT_ONCE + 1},
+        {"flags": "--tensor_parallel_degree 2", "machine": Machine("cpu", "bf16", "O1")},
+        {"flags": "--tensor_parallel_degree 2 --amp_master_grad"},
+        {"flags": "--tensor_parallel_degree 2 --sharding stage3", "world": 4, "here": "4"},
+        {"world": 1, "here": "1"},
+        {"here": "1"},  # on two machines
+        {"here": ""},
+        {"machine": Machine("cpu", "bf16", "O1")},
+        {"machine": Machine("cpu", "fp32")},
+        {"groups": True},
+        {"flags": "--sharding stage3"},
+        {"flags": "--sharding stage2 offload"},
+        {"flags": "--sharding stage1 --amp_master_grad"},
+        {"flags": "--sharding stage2", "parameters": AT_ONCE + 1},
+        {"flags": "--deepspeed ds_configs/zero2.json"},
+    ],
+)
+def test_others_are_not(case):
+    assert not decided(**case)
+
+
+def test_gradients_are_brought_to_their_places_and_taken():
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    places = list(torch.full((3, 2), 7.0))
+    weights[0].grad, weights[1].grad = torch.tensor([1.0, 2.0]), places[1]
+    put_together(places, weights, zero=False)
+    assert torch.stack(places).tolist() == [[1.0, 2.0], [7.0, 7.0], [0.0, 0.0]]
+    assert all(weight.grad is None for weight in weights)

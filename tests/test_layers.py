@@ -1,0 +1,115 @@
+"""Import rules: a package imports from lower layers only, and there are no import cycles inside a package."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "gptlm"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+LAYERS = {  # a package imports from packages with a smaller number only
+    "__init__": -2,
+    "errors": -1,
+    "failures": 0,
+    "quiet": 0,
+    "data": 0,
+    "kernels": 0,
+    "parallel": 0,
+    "model": 1,
+    "conversion": 2,
+    "inference": 2,
+    "config": 3,
+    "compat": 3,
+    "planner": 4,
+    "launcher": 4,
+    "training": 4,
+    "checkpoint": 4,
+    "recipes": 5,
+    "cli": 6,
+    "__main__": 7,
+    "launch": 7,
+}
+TOGETHER = ({"config", "compat"}, {"training", "checkpoint"})  # not separated yet
+
+
+def package(file: Path) -> str:
+    parts = file.relative_to(SOURCE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names below `gptlm` that `file` imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gptlm."):
+            found.add(node.module.removeprefix("gptlm."))
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("gptlm.") for alias in node.names if alias.name.startswith("gptlm.")}
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_a_package_imports_from_lower_layers_only(file):
+    own = package(file)
+    for name in imports(file):
+        other = name.split(".")[0]
+        assert other == own or {own, other} in TOGETHER or LAYERS[other] < LAYERS[own], (
+            f"{own} (layer {LAYERS[own]}) imports {other} (layer {LAYERS[other]})"
+        )
+
+
+def test_no_import_cycles():
+    modules = {".".join(file.relative_to(SOURCE).with_suffix("").parts): file for file in FILES}
+    graph = {name: imports(file) & modules.keys() for name, file in modules.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
+
+
+def test_leaves_know_neither_ranks_nor_config():
+    for folder in ("model", "data", "kernels"):
+        for file in (SOURCE / folder).glob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            for word in ("world_size", "deepspeed", "torch.distributed", "_degree"):
+                assert word not in text, f"{file.name} speaks of {word}"
+
+
+def test_scripts_are_thin():
+    for file in SCRIPTS.glob("*.py"):
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 30, file.name
+
+
+def test_external_arguments_occur_in_compat_only():
+    from gptlm.cli import COMMANDS
+
+    flags = {flag for command in COMMANDS.values() for flag in command.vocabulary.flags()}
+    renamed = {word for command in COMMANDS.values() for word in command.vocabulary.renamed}
+    foreign = {word for word in renamed - flags if "_" in word}
+    # also words of HuggingFace's libraries and DeepSpeed, which are handed to them
+    foreign -= {"eval_strategy", "max_new_tokens", "base_model_name_or_path", "eval_dataset", "train_dataset"}
+    foreign -= {"train_batch_size", "processing_class", "save_only_model"}
+    # also names of arguments of Python functions, which no command line is spelled with
+    foreign -= {"hidden_dropout", "attention_dropout", "seq_length", "num_workers", "deepspeed_config", "node_rank"}
+    assert len(foreign) > 10
+    for file in FILES:
+        if package(file) == "compat" or file.parent.name == "launcher" or file.parent.parent.name == "conversion":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            word = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)
+            assert not (isinstance(word, str) and word in foreign), f"{file.name} says {word}"
+
+
+def test_the_command_line_imports_nothing_heavy():
+    """Neither help, nor a resolved run, nor an error waits for torch."""
+    code = """
+import sys, gptlm.cli
+for words in (["--help"], ["--print_config", "--model_name_or_path", "gpt2-en"], ["--max_stepz", "1"]):
+    gptlm.cli.main(["pretrain", *words])
+print([m for m in ("torch", "transformers", "datasets", "deepspeed", "tokenizers") if m in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]" and "did you mean --max_steps" in result.stderr
