@@ -11,8 +11,9 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "gptlm"
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 LAYERS = {  # a package imports from packages with a smaller number only
-    "__init__": -2,
-    "errors": -1,
+    "__init__": -3,
+    "errors": -2,
+    "disk": -1,
     "failures": 0,
     "quiet": 0,
     "data": 0,

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from gptlm.checkpoint.disk import is_of_writing, write_failure
+from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 
 MANIFEST = "manifest.json"
@@ -43,14 +43,12 @@ def commit(staging: Path, facts: Mapping[str, Any]) -> Path:
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
     manifest = staging / MANIFEST
     manifest.write_text(json.dumps({**facts, "files": files}, indent=1) + "\n", encoding="utf-8")
-    for file in [*staging.rglob("*")]:
-        if file.is_file():
-            _flush(file)
+    sync_tree(staging)
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
     if final.exists():
         shutil.rmtree(final)
     os.rename(staging, final)
-    _flush(final.parent)
+    sync_folder(final.parent)
     return final
 
 
@@ -160,7 +158,7 @@ def writing(path: Path, what: str, more: str = "earlier checkpoints are whole") 
         with doing(f"saving {what}"):
             yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if not is_of_writing(error):
+        if not is_write_error(error):
             raise
         reason = write_failure(error, path)
         remove_leftovers(path.parent)  # what was written of it would fill the disk
@@ -183,11 +181,3 @@ def reading(path: str) -> Iterator[None]:
             else "remove that folder to go on from an older one"
         )
         raise GptlmError(f"the checkpoint {path} cannot be read: {reason_of(error)}; {advice}") from error
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,7 +5,6 @@ moments) and, where the model's own weights are half precision, `master` (their 
 network's names and shapes, so any layout can take its part.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
 from gptlm.parallel.deepspeed import as_float, whole
 from gptlm.parallel.gather import own_part, stored_name
@@ -46,13 +46,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) 
 def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> None:
     path = folder / f"optimizer-{number:05d}.safetensors"
     save_file(tensors, path)
-    path.chmod(0o666 & ~_umask())  # safetensors makes it for the owner only
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    apply_umask(path)
 
 
 def files(folder: Path) -> list[Path]:

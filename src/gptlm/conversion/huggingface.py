@@ -14,6 +14,7 @@ from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names
 from gptlm.conversion.safe_pickle import read_torch
 from gptlm.conversion.source import GELUS, Asked, Source, check_variants
+from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
 from gptlm.model.files import INDEX, SAFETENSORS, check_safetensors
 from gptlm.model.presets import read_config, shape_of_config
@@ -134,5 +135,5 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, form: 
 
 def _save(path: Path, tensors: dict[str, Tensor], form: str) -> list[str]:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": form})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it for the owner only
+    apply_umask(path)
     return list(tensors)

@@ -23,6 +23,7 @@ from gptlm.conversion.paddle.arrays import tensors_of
 from gptlm.conversion.paddle.read import configuration, gpt2_name
 from gptlm.conversion.paddle.write import THEIRS, as_array
 from gptlm.conversion.source import first
+from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
 from gptlm.model.files import check_safetensors
@@ -140,7 +141,7 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)
+    apply_umask(folder / WEIGHTS)
 
 
 def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, heads: int | None) -> None:

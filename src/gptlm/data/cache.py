@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.data.durable import replacing
+from gptlm.disk import replacing
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import IO
 
 import numpy as np
 
-from gptlm.data.durable import flush_folder
 from gptlm.data.indexed import (
     DTYPES,
     HEADER,
@@ -21,6 +20,7 @@ from gptlm.data.indexed import (
     metadata_path,
     sequence_starts,
 )
+from gptlm.disk import sync_folder
 from gptlm.errors import GptlmError
 
 COPY_TOKENS = 1 << 22  # tokens copied in one piece
@@ -121,9 +121,9 @@ class IndexedTokensWriter:
         self.index_path.unlink(missing_ok=True)
         os.replace(_temporary(self.tokens_path), self.tokens_path)
         os.replace(metadata_temporary, metadata_path(self.prefix))
-        flush_folder(self.tokens_path.parent)
+        sync_folder(self.tokens_path.parent)
         os.replace(index_temporary, self.index_path)
-        flush_folder(self.index_path.parent)
+        sync_folder(self.index_path.parent)
         return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
 
     def abandon(self) -> None:

@@ -28,6 +28,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from gptlm.disk import apply_umask
 from gptlm.kernels.linear_cross_entropy import summed_loss
 from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.model.mlp import MLP, residual_projection
@@ -290,8 +291,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         finally:
             self.generation_config = in_memory
         if kwargs.get("is_main_process", True):
-            for file in Path(save_directory).glob("*.safetensors"):  # made for the owner only
-                file.chmod((Path(save_directory) / "config.json").stat().st_mode & 0o777)
+            for file in Path(save_directory).glob("*.safetensors"):
+                apply_umask(file)
             in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer switches it off
             self.config.architectures = ["GPT2LMHeadModel"]
             self.config.save_pretrained(save_directory)

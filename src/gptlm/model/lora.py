@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.adapter_card import write_card
-from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
+from gptlm.model.adapter_files import WEIGHTS, settings_of
 from gptlm.model.base_weights import KEY
 from gptlm.model.files import check_safetensors
 from gptlm.model.gpt import GPTLMHeadModel
@@ -159,4 +160,4 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)  # what ends a turn
     entries = network.config.vocab_size if config.trainable_token_indices else None
     write_card(folder, str(config.base_model_name_or_path), entries)
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)
+    apply_umask(folder / WEIGHTS)

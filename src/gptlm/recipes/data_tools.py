@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.checkpoint.disk import write_failure
 from gptlm.config.args.data_tools import CopyArguments, OrderQuestion, PrefixArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.blocks import BlockDataset
@@ -17,6 +16,7 @@ from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_to
 from gptlm.data.inputs import find_prefixes
 from gptlm.data.splits import SPLITS, Corpus, PretrainingDataset, build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
 
 FIRST_SAMPLES = 8

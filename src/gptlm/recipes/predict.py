@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.checkpoint.disk import write_failure
 from gptlm.config.args.predict import DEFAULT_PROMPTS, PredictArguments
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import load_for_inference

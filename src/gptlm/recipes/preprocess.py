@@ -12,7 +12,6 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.checkpoint.disk import write_failure
 from gptlm.config.args.preprocess import PreprocessJob
 from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
 from gptlm.data.encoder import TextEncoder
@@ -23,6 +22,7 @@ from gptlm.data.readers import size_of
 from gptlm.data.sentences import LINES, sentence_splitter
 from gptlm.data.workers import interrupts_ignored
 from gptlm.data.writer import IndexedTokensWriter
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS

@@ -4,10 +4,10 @@ import logging
 from itertools import chain
 from pathlib import Path
 
-from gptlm.checkpoint.disk import write_failure
 from gptlm.config.args.preprocess import TokenizerArguments
 from gptlm.data.corpus import read_texts
 from gptlm.data.cutting import in_pieces
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
 from gptlm.recipes.common.resume import check_output

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from gptlm.checkpoint.disk import is_of_writing, write_failure
 from gptlm.config.args.convert import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.conversion.gpt2_names import LAST, WPE, WTE, all_names, layer_names
 from gptlm.conversion.huggingface import config_of, write_weights
@@ -27,7 +26,7 @@ from gptlm.conversion.open import opened
 from gptlm.conversion.paddle.write import check_writable, write_paddle
 from gptlm.conversion.source import Asked, Source
 from gptlm.conversion.verify import difference, fixed_batch, logits_of, logits_of_folder
-from gptlm.data.durable import flush_folder, flush_tree
+from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, UsageError, doing
 from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
@@ -131,9 +130,9 @@ def _written(output: Path) -> Iterator[Path]:
                 yield staging
                 if output.is_dir():
                     output.rmdir()
-                flush_tree(staging)  # a conversion is looked for by its name alone
+                sync_tree(staging)  # a conversion is looked for by its name alone
                 staging.rename(output)
-                flush_folder(output.parent)
+                sync_folder(output.parent)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
                 Path(lock.lock_file).unlink(missing_ok=True)
@@ -142,7 +141,7 @@ def _written(output: Path) -> Iterator[Path]:
             f"another conversion is writing into {output}; wait for its end, or give another --output"
         ) from None
     except (OSError, SafetensorError, RuntimeError) as error:
-        if not is_of_writing(error):
+        if not is_write_error(error):
             raise
         raise GptlmError(f"cannot write {output}: {write_failure(error, output)}; nothing of it is left") from error
 

@@ -1,4 +1,4 @@
-"""What is said of a failed write: space is spoken of where it is short, other causes have their own words."""
+"""Messages about failed writes: free space is mentioned where it is short, other causes have their own advice."""
 
 import errno
 import os
@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gptlm.checkpoint.disk import write_failure
 from gptlm.checkpoint.folder import writing
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
 
 

@@ -1,0 +1,114 @@
+"""Writing files: durably, with the usual permissions, and with clear errors where a write fails."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from gptlm.errors import reason_of
+
+NEARLY_FULL = (
+    1 << 20
+)  # free bytes below which a failed write is attributed to a full disk, whatever the library reports
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+TORCH = ("PytorchStreamWriter", "inline_container", "file write")  # in torch.save's RuntimeError about a file
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[BinaryIO]:
+    """A temporary file to write into; when the block ends it is synced to disk and renamed to `final`.
+
+    If the block raises, `final` is unchanged and the temporary file is removed.
+    """
+    temporary = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(final.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in `folder` to disk; no effect on file systems that cannot."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all files below `folder`, and their names, to disk.
+
+    Raises:
+        OSError: if a file cannot be synced.
+    """
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def apply_umask(path: Path) -> None:
+    """Give `path` the permissions of a file from `open()`: safetensors creates files that only the owner can read."""
+    mask = os.umask(0o077)  # the only way to read it is to set it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether `error` concerns a file, and not memory, another process, or a check of another library."""
+    return not isinstance(error, RuntimeError) or any(word in str(error) for word in TORCH)
+
+
+def write_failure(error: Exception, path: Path) -> str:
+    """Why `path` could not be written, and what to do: "No space left on device (0 bytes are free there); make room".
+
+    Free space is mentioned only where it is short.
+    """
+    number, free = _errno_of(error), _free_bytes(path)
+    reason = os.strerror(number) if number else reason_of(error)
+    if number in NO_SPACE or free < NEARLY_FULL:
+        return f"{reason} ({free:,} bytes are free there); make room"
+    return f"{reason}; {_advice(number, path)}"
+
+
+def _errno_of(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))  # safetensors has the number in its text only
+    return int(found[1]) if found else None
+
+
+def _free_bytes(path: Path) -> int:
+    for folder in (path, *path.absolute().parents):  # `path` itself may not exist yet
+        with suppress(OSError):
+            return shutil.disk_usage(folder).free
+    return NEARLY_FULL
+
+
+def _advice(number: int | None, path: Path) -> str:
+    if number == errno.ENOENT:
+        return "does another run write into this folder?"
+    if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        parent = next((folder for folder in path.absolute().parents if folder.exists()), None)
+        if parent is not None and not parent.is_dir():
+            return f"{parent} is a file, not a folder; give another path"
+        return f"a {'folder' if path.is_dir() else 'file'} of this name exists; give another path"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the folder writable, or give another one"
+    if number == errno.EFBIG:
+        return "raise the limit on the size of a file (`ulimit -f`, or the file system's)"
+    return "fix the cause"
