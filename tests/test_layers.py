@@ -1,6 +1,7 @@
 """Import rules: a package imports from lower layers only, and there are no import cycles inside a package."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -14,8 +15,9 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "__init__": -3,
     "errors": -2,
     "disk": -1,
+    "quiet": -1,
+    "ranks": -1,
     "failures": 0,
-    "quiet": 0,
     "data": 0,
     "kernels": 0,
     "parallel": 0,
@@ -77,6 +79,29 @@ def test_leaves_know_neither_ranks_nor_config():
             text = file.read_text(encoding="utf-8")
             for word in ("world_size", "deepspeed", "torch.distributed", "_degree"):
                 assert word not in text, f"{file.name} speaks of {word}"
+
+
+def lines_with(pattern: str, *, but: str) -> list[str]:
+    """`file: line` of the source that match `pattern`, outside the module `but`."""
+    return [
+        f"{file.relative_to(SOURCE)}: {line.strip()}"
+        for file in FILES
+        if file != SOURCE / but
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(pattern, line)
+    ]
+
+
+def test_only_ranks_reads_the_launcher_s_environment():
+    name = r"""["'](RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|LOCAL_SIZE)["']"""
+    pattern = rf"(get|getenv|pop|setdefault)\({name}|\[{name}|{name} (not )?in "
+    assert lines_with(pattern, but="ranks.py") == []
+
+
+def test_only_quiet_changes_other_libraries_logs():
+    foreign_logger = r"getLogger\((?!__name__\)|\"gptlm\"\))"
+    pattern = rf"{foreign_logger}|set_verbosity|(dis|en)able_progress|filterwarnings|simplefilter|DS_ACCELERATOR"
+    assert lines_with(pattern, but="quiet.py") == []
 
 
 def test_scripts_are_thin():

@@ -40,6 +40,7 @@ from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, settings_of
 from gptlm.planner.args import PLAN, parse_plan, with_layout
 from gptlm.quiet import quiet_libraries
+from gptlm.ranks import is_launched, rank, world_size
 
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
@@ -141,7 +142,7 @@ def evaluate(argv: Sequence[str]) -> None:
     if printing:
         print(resolve_evaluate(words, printing=True).as_json())
         return
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = world_size()
     arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
     check_readable("eval_path", arguments.eval_path)
     see_one_card(arguments.device, os.environ)
@@ -311,8 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_prefix(command: str, text: str) -> str:
     """Every line of an error with the command and the rank before it, as lines of several ranks are mixed."""
-    rank = os.environ.get("RANK")
-    prefix = f"gptlm {command}: {f'rank {rank}: ' if rank else ''}error: "
+    prefix = f"gptlm {command}: {f'rank {rank()}: ' if is_launched() else ''}error: "
     return "\n".join(prefix + line for line in text.splitlines() or [""])
 
 

@@ -133,7 +133,7 @@ def test_a_foreign_end_of_document_is_named(tmp_path, capsys):
 
 
 def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, capsys, monkeypatch):
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     write_tokens(tmp_path / "a", documents=300)
     words = f"--model_name_or_path {tiny_model} --input_dir {tmp_path}/a --output_dir {tmp_path}/o --max_steps 6"
     resolved = parse_pretrain([*words.split(), "--do_train"], {})

@@ -524,7 +524,7 @@ def test_names_without_network_say_what_to_do_and_do_not_wait(train, tmp_path, m
 
 @pytest.fixture(autouse=True)
 def log_to_this_test(capsys):
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     yield
     logging.getLogger("gptlm").handlers = []
 

@@ -244,7 +244,7 @@ def test_adapters_on_another_base_are_warned_of(tune, model, tmp_path, capsys):
             line for line in capsys.readouterr().out.splitlines() if "WARNING" in line and "the adapters in" in line
         ]
 
-    start_logging(speaks=True)
+    start_logging(main_process=True)
 
     def load(base):
         return lambda: load_for_inference(str(base), torch.device("cpu"), lora_path=str(out))
@@ -272,7 +272,7 @@ def test_adapters_of_plain_peft_are_judged_by_what_they_name(model, tmp_path, ca
     other = shutil.copytree(model, tmp_path / "other")
     torch.manual_seed(6)
     GPT2LMHeadModel(GPT2Config.from_pretrained(model)).save_pretrained(other)
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     settings = tmp_path / "adapters" / "adapter_config.json"
     for base, named, says in (
         (model, str(model), None),

@@ -9,7 +9,7 @@ from gptlm.training.metrics.throughput import start_logging
 def test_a_line_comes_after_a_minute_without_one(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     progress, state = PlainProgress(), SimpleNamespace(global_step=0, max_steps=100)
     for step in range(1, 11):  # 20 seconds each, a log line after the fifth
         now[0] += 20

@@ -41,12 +41,12 @@ def test_speed_is_what_the_clock_says(monkeypatch):
 
 
 def test_lines_on_stdout_have_stamp_and_level(capsys):
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     logging.getLogger("gptlm.x").info("loss: 1")
     logging.getLogger("gptlm.x").warning("careful")
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("] [    INFO] - loss: 1") and second.endswith("] [ WARNING] - careful")
-    start_logging(speaks=False)
+    start_logging(main_process=False)
     logging.getLogger("gptlm.x").info("loss: 2")
     assert capsys.readouterr().out == ""
 

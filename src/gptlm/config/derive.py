@@ -10,6 +10,7 @@ from gptlm.config.parser import Parsed, shown
 from gptlm.config.validate_layout import degrees_fit, sharing
 from gptlm.errors import UsageError, named
 from gptlm.parallel.dims import ParallelDims
+from gptlm.ranks import launched_processes
 
 LAYOUT = (  # what --auto_parallel decides
     "tensor_parallel_degree",
@@ -66,10 +67,8 @@ def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool
             "the number of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
     if parsed.values["world_size"] is None:
-        given = environment.get("WORLD_SIZE", "").strip()
-        if given and not given.isdigit():
-            raise UsageError(f"WORLD_SIZE in the environment is {given!r}; launchers set it to the number of processes")
-        parsed.set("world_size", int(given or 1), "WORLD_SIZE" if given else "default")
+        given = launched_processes(environment)
+        parsed.set("world_size", 1 if given is None else given, "default" if given is None else "WORLD_SIZE")
     if parsed.values["world_size"] < 1:
         raise UsageError(f"{named('world_size')} {parsed.values['world_size']}: expected at least 1 process")
 
@@ -85,7 +84,7 @@ def resolve_processes(parsed: Parsed, environment: Mapping[str, str], printing: 
 
 def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
     """The launcher's words if the processes that the command or its file asks for are still to be started, else ()."""
-    wanted, given = wanted_processes(parsed.values), environment.get("WORLD_SIZE")
+    wanted, given = wanted_processes(parsed.values), launched_processes(environment)
     if wanted is None:
         return ()
     source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
@@ -93,7 +92,7 @@ def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bo
         if printing and parsed.values["world_size"] is None:
             parsed.set("world_size", wanted, source)
         return launch_words(parsed.values) if wanted > 1 and not printing else ()
-    if given.strip().isdigit() and int(given) != wanted:
+    if given != wanted:
         raise UsageError(
             f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x {named('num_nodes')} "
             f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"

@@ -4,7 +4,6 @@ Stock GPT-2 keeps its matrices as Conv1D (in, out), ours are `nn.Linear` (out, i
 shape for both, and only PEFT's switch `fan_in_fan_out` differs. Files say true, which stock GPT-2 needs.
 """
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from gptlm.model.adapter_files import WEIGHTS, settings_of
 from gptlm.model.base_weights import KEY
 from gptlm.model.files import check_safetensors
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.quiet import warnings_ignored
 
 ADAPTER = "default"  # PEFT's name of the one adapter of a model
 
@@ -55,9 +55,8 @@ def add_adapters(
         target_modules=list(targets),
         trainable_token_indices={"wte": list(new_tokens)} if new_tokens else None,
     )
-    with warnings.catch_warnings():  # a name that changes in transformers 6; that we name the base more exactly
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")
+    # a name that changes in transformers 6; `base`, which is more exact than PEFT's
+    with warnings_ignored(FutureWarning), warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"):
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT takes where the weights were read from
     adapted.base_fingerprint = base_fingerprint
@@ -125,8 +124,7 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
     if entries is not None and entries > model.config.vocab_size:
         model.resize_token_embeddings(entries, mean_resizing=False)
     try:
-        with warnings.catch_warnings():  # that our matrices are no Conv1D
-            warnings.simplefilter("ignore")
+        with warnings_ignored():  # PEFT expects Conv1D in a GPT-2 and warns about our nn.Linear
             adapted = PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT raises many kinds
         if is_out_of_memory(error):

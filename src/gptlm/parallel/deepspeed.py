@@ -1,8 +1,5 @@
 """What DeepSpeed needs around our code: a quiet start, a model that never lies whole on a rank, groups of replicas."""
 
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gptlm.quiet import quiet_deepspeed
+from gptlm.ranks import become_single_process, is_launched
+
 
 def start_deepspeed(*, on_cpu: bool) -> None:
     """Import DeepSpeed without its chatter; a process that no launcher started becomes a group of one."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-            os.environ.update(alone | {"MASTER_PORT": str(free.getsockname()[1])})
+    if not is_launched():
+        become_single_process()
     import deepspeed.ops
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    quiet_deepspeed()
     LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     if on_cpu:  # compiling it takes most of a minute, and gloo does the same
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -180,7 +180,7 @@ def index(run: PretrainRun) -> None:
     from gptlm.recipes.pretrain.data import load_or_build_datasets, steps_per_epoch
     from gptlm.training.metrics.throughput import start_logging
 
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
     for split, dataset in load_or_build_datasets(run, corpora).items():

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import PreTrainedTokenizerBase
 
+from gptlm import ranks
 from gptlm.config.args.evaluate import EvaluateArguments
 from gptlm.data.corpus import holds_records, read_texts
 from gptlm.data.cutting import PIECE, Cutter
@@ -33,6 +32,7 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights, shape_of_config
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device
 from gptlm.recipes.common.main_process_first import join_by_cpu
 from gptlm.training.metrics.throughput import start_logging
@@ -49,12 +49,11 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
     Raises:
         GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = ranks.rank(), ranks.world_size()
     quiet = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
     with quiet, process_group_closed(arguments.ddp_timeout):
-        start_logging(speaks=rank == 0)
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        start_logging(main_process=rank == 0)
+        quiet_transformers()
         for note in notes:
             logger.info("%s", note)
         report = _evaluate(arguments, rank, world)
@@ -90,7 +89,7 @@ def _device(kind: str) -> torch.device:
     """This process's device; cards are dealt out to the processes of a machine."""
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device(kind, ranks.local_rank() % torch.cuda.device_count())
 
 
 def _source(name: str, hint: str) -> str:

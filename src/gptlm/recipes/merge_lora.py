@@ -1,11 +1,9 @@
 """Adapters into a model: base weights + adapters -> one plain GPT-2 folder."""
 
 import logging
-import os
 from pathlib import Path
 
 import torch
-import transformers
 
 from gptlm.checkpoint.folder import writing
 from gptlm.config.args.sft import MergeArguments
@@ -15,6 +13,7 @@ from gptlm.model.adapter_files import base_hint, base_of, ends_of
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import fit_to_model
+from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
@@ -27,10 +26,9 @@ def merge_lora(arguments: MergeArguments) -> None:
     Raises:
         GptlmError: as `merge` does.
     """
-    start_logging(speaks=True)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # PEFT asks DeepSpeed for one, which would say what it found
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    start_logging(main_process=True)
+    deepspeed_without_gpu()
+    quiet_transformers()
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
     base = arguments.model_name_or_path or base_of(adapters)
     check_output("output_path", output)

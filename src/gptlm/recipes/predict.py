@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.predict import DEFAULT_PROMPTS, PredictArguments
@@ -21,6 +20,7 @@ from gptlm.inference.streaming import Stream
 from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
+from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_machine, use_device
 from gptlm.recipes.common.prompts import read_prompts
 from gptlm.training.metrics.throughput import start_logging
@@ -79,9 +79,8 @@ def _results(
 
 def log_to(stream: TextIO, notes: Sequence[str]) -> None:
     """Start our own log on stdout or stderr with `notes` in it; transformers keeps silent."""
-    start_logging(speaks=True, to_stderr=stream is sys.stderr)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    start_logging(main_process=True, to_stderr=stream is sys.stderr)
+    quiet_transformers()
     for note in notes:
         logger.info("%s", note)
 

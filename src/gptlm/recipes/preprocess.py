@@ -40,7 +40,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     Raises:
         GptlmError: if input, tokenizer or disk fail; nothing is left under the final names then.
     """
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     if threading.current_thread() is threading.main_thread():  # batch systems end jobs so: clean up as for Ctrl-C
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for note in job.notes:

@@ -22,7 +22,7 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     Raises:
         GptlmError: if there is no text, or the folder cannot be written.
     """
-    start_logging(speaks=True)
+    start_logging(main_process=True)
     folder = Path(arguments.output_dir or "")
     check_output("output_dir", folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """What makes a run faster on the machine it meets: compiling, recorded passes, float8."""
 
 import logging
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +13,7 @@ from gptlm.kernels.compiling import compile_network, why_not
 from gptlm.kernels.float8 import use_float8
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import brings_whole_blocks, stage_of
+from gptlm.ranks import local_world_size
 from gptlm.recipes.common.deepspeed import shard_groups
 from gptlm.recipes.common.device import Machine
 
@@ -113,8 +113,7 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
         return False
     if dims.data == 1 or in_float32 and dims.pipeline > 1:  # DeepSpeed cannot add a pipeline's up in float32
         return True
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's word, DeepSpeed's word
-    if here != str(dims.world) or (zero and parameters > AT_ONCE):
+    if local_world_size() != dims.world or (zero and parameters > AT_ONCE):
         return False
     if machine.device != "cpu" and not _linked(dims.world):
         return False

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gptlm.errors import UsageError
+from gptlm.quiet import deepspeed_without_gpu
+from gptlm.ranks import is_launched
 from gptlm.recipes.common.main_process_first import waits_limited
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ def peak_flops(machine: Machine) -> float | None:
 def use_device(machine: Machine) -> None:
     """Quieten what looks for accelerators when there is none; say when cards are left idle."""
     if machine.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        deepspeed_without_gpu()
         return
     cards = torch.cuda.device_count()
-    if cards > 1 and "LOCAL_RANK" not in os.environ:
+    if cards > 1 and not is_launched():
         logger.warning(
             "%d GPUs are visible, this process uses one; for all of them: torchrun --nproc_per_node %d ...",
             cards,

@@ -1,6 +1,5 @@
 """Processes that wait for each other, no longer than `--ddp_timeout` seconds."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gptlm.errors import GptlmError, named
+from gptlm.ranks import local_rank, world_size
 
 TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
 LIBRARIES = re.compile("gloo|nccl|c10d|store", re.IGNORECASE)  # which say so in a plain RuntimeError, too
@@ -16,7 +16,7 @@ LIBRARIES = re.compile("gloo|nccl|c10d|store", re.IGNORECASE)  # which say so in
 
 def join_by_cpu(seconds: int) -> None:
     """Join the process group over gloo where a launcher started several processes and none is open yet."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    if world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 
@@ -53,7 +53,7 @@ def one_first(what: str, seconds: int, *, per_node: bool) -> Iterator[None]:
         yield
         return
     rank = dist.get_rank()
-    first = rank - int(os.environ.get("LOCAL_RANK", 0)) if per_node else 0
+    first = rank - local_rank() if per_node else 0
     store = dist.PrefixStore(what, dist.distributed_c10d._get_default_store())
     done = f"{first} is done {store.add(f'calls of {rank}', 1)}"  # every rank calls equally often
     if rank != first:

@@ -1,7 +1,6 @@
 """Where a training run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.model.presets import shape_of_config
+from gptlm.ranks import is_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def output_locked(run: Run) -> Iterator[None]:
     Raises:
         GptlmError: if another run does.
     """
-    if not run.training.do_train or int(os.environ.get("RANK", 0)) != 0:
+    if not run.training.do_train or not is_main_process():
         yield
         return
     output_dir = Path(run.training.output_dir or "")

@@ -1,7 +1,6 @@
 """Steps that every training run takes: its loss scale and schedule, training, evaluating, reporting."""
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from gptlm.errors import UsageError, doing
 from gptlm.inference.finite import check_finite
 from gptlm.model.files import check_weights
 from gptlm.parallel.process_groups import Mesh
+from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import check_float8
 from gptlm.recipes.common.deepspeed import shard_groups
 from gptlm.recipes.common.device import Machine, choose_machine, use_device
@@ -42,7 +42,7 @@ def begin(
     Args:
         check: raises GptlmError where a checkpoint is not of this run's model.
     """
-    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
+    start_logging(main_process=is_main_process())
     if run.refusals:
         raise UsageError("\n".join(run.refusals))
     training = run.training

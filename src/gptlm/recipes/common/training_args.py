@@ -8,12 +8,12 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
 
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
+from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import Machine
 from gptlm.recipes.common.main_process_first import join_by_cpu
 
@@ -27,8 +27,7 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
     DeepSpeed's torch_autocast and our master weights, with the flags off.
     """
     flags = machine.half_weights == (deepspeed is not None)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     training = run.training
     if machine.device == "cpu":
         join_by_cpu(training.ddp_timeout)  # transformers passes no time limit to gloo

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -32,6 +30,8 @@ from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer
+from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
+from gptlm.ranks import is_main_process
 from gptlm.recipes.common.model import tokenizer_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.recipes.convert.lora import convert_adapters
@@ -47,10 +47,9 @@ def convert(conversion: Conversion) -> None:
     Raises:
         GptlmError: as `convert_checkpoint` does, and if the source is not there.
     """
-    start_logging(speaks=True)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # PEFT asks DeepSpeed for one, which would say what it found
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    start_logging(main_process=True)
+    deepspeed_without_gpu()
+    quiet_transformers()
     named = Path(conversion.main.source or "")
     if not named.exists() and str(named) not in PRESETS:
         raise GptlmError(f"--from {named}: there is no such folder or file, and no built-in model of that name")
@@ -68,9 +67,8 @@ def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | 
     Raises:
         GptlmError: as `convert_checkpoint`.
     """
-    start_logging(speaks=int(os.environ.get("RANK", 0)) == 0)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    start_logging(main_process=is_main_process())
+    quiet_transformers()
     try:
         check_output("from", folder)
     except GptlmError as error:

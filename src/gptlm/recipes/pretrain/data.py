@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from gptlm.data.splits import (
 )
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
+from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import one_first
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[st
     if dataset is None:
         return {}
     parts = getattr(dataset, "datasets", [dataset])
-    reads = int(os.environ.get("RANK", 0)) == 0
+    reads = is_main_process()
     content = {"content": [content_fingerprint(part.tokens) for part in parts]} if reads else {}
     return content | {
         "data_order": run.data.data_order,
@@ -234,7 +234,7 @@ def say_data(run: PretrainRun, corpora: list[Corpus]) -> None:
 
 def say_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """One warning per corpus whose documents do not end with the end-of-text id; rank 0 looks, as for `order_facts`."""
-    if int(os.environ.get("RANK", 0)) != 0:
+    if not is_main_process():
         return
     for corpus in corpora:
         eos_id = tokenizer.eos_token_id if tokenizer else corpus.metadata.get("eos_token_id")

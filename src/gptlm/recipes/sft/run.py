@@ -1,7 +1,6 @@
 """Fine-tuning, from a checked run to a saved model: tokenizer -> examples -> model -> trainer -> train -> metrics."""
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from gptlm.model.lora import add_adapters, load_adapters
 from gptlm.model.presets import shape_of_config
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.parallel.deepspeed import start_deepspeed
+from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import speed_arguments
 from gptlm.recipes.common.deepspeed import deepspeed_config
 from gptlm.recipes.common.device import Machine, process_group_closed
@@ -76,7 +76,7 @@ def sft(run: SftRun) -> dict[str, float]:
     run = with_epochs_counted(run, steps_in(*steps), last_step=last)
     with output_locked(run), process_group_closed(run.training.ddp_timeout):
         metrics = _run(run, machine, tokenizer, new_tokens, data, start, position, promise)
-    if run.lora.merge_weights and run.lora.lora and run.training.do_train and int(os.environ.get("RANK", 0)) == 0:
+    if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
         merge(weights_folder(run), output, output / MERGED)

@@ -8,6 +8,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from gptlm.quiet import hide_trainer_resume_warning
+
 
 class ConsoleHandler(logging.Handler):
     """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout or stderr, above a progress bar if there is one.
@@ -43,18 +45,13 @@ class ConsoleHandler(logging.Handler):
         return f"{head} - "
 
 
-def start_logging(*, speaks: bool, to_stderr: bool = False) -> None:
-    """Send the package's log to stdout, or to stderr. Processes that do not `speak` keep errors only."""
+def start_logging(*, main_process: bool, to_stderr: bool = False) -> None:
+    """Send the package's log to stdout, or to stderr. Other processes than the main process log errors only."""
     logger = logging.getLogger("gptlm")
     logger.handlers = [ConsoleHandler(to_stderr=to_stderr)]
     logger.propagate = False
-    logger.setLevel(logging.INFO if speaks else logging.ERROR)
-    logging.getLogger("transformers.trainer_utils").addFilter(_is_not_said_by_us)
-
-
-def _is_not_said_by_us(record: logging.LogRecord) -> bool:
-    """Whether a line of the Trainer tells something new: what a resumed run changes, our own log says."""
-    return "arguments do not match the ones in the `trainer_state.json`" not in str(record.msg)
+    logger.setLevel(logging.INFO if main_process else logging.ERROR)
+    hide_trainer_resume_warning()
 
 
 def log_line(values: Mapping[str, float]) -> str:
