@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel
 from gptlm.errors import GptlmError
 from gptlm.inference.generation import (
     Sampling,
+    Stream,
     check_rows,
     continue_apart,
     continue_prompts,
@@ -22,7 +23,6 @@ from gptlm.inference.generation import (
 )
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.scoring import Row, score
-from gptlm.inference.streaming import Stream
 from gptlm.model.build import new_model
 from gptlm.model.presets import Shape
 from gptlm.model.tokenizer import train_tokenizer

@@ -9,8 +9,7 @@ from transformers import GPT2Config
 
 from gptlm.kernels.compiling import compile_network
 from gptlm.kernels.fused_gelu import feed_forward, fits
-from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.mlp import MLP
+from gptlm.model.gpt import MLP, GPTLMHeadModel
 
 
 def test_values_and_gradients_are_those_of_the_plain_layer():

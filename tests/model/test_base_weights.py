@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gptlm.model.base_weights import fingerprint_of
+from gptlm.model.lora import fingerprint_of
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from gptlm.errors import GptlmError
-from gptlm.model.presets import PRESETS, Shape, shape_of_config, tokenizer_size
+from gptlm.model.files import shape_of_config, tokenizer_size
+from gptlm.model.presets import PRESETS, Shape
 
 
 def test_paddlenlp_s_names_and_sizes():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from gptlm.config.args.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
-from gptlm.model.adapter_card import write_card
+from gptlm.model.lora import write_card
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.merge_lora import merge
 from gptlm.recipes.sft.data import load_data

@@ -9,7 +9,7 @@ from typing import TypeVar
 from gptlm.config.parser import Parsed
 from gptlm.conversion.detect import Found, find_foreign, holds_paddle_adapters
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import CONFIG as ADAPTER_CONFIG
+from gptlm.model.files import ADAPTER_CONFIG
 
 CONFIG = "config.json"
 Result = TypeVar("Result")

@@ -6,16 +6,8 @@ from pathlib import Path
 
 from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError, named
-from gptlm.model.presets import (
-    CHINESE,
-    GPT2_VOCABULARY,
-    PRESETS,
-    Preset,
-    Shape,
-    has_weights,
-    shape_of_config,
-    tokenizer_size,
-)
+from gptlm.model.files import has_weights, shape_of_config, tokenizer_size
+from gptlm.model.presets import CHINESE, GPT2_VOCABULARY, PRESETS, Preset, Shape
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pdparams")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")

@@ -32,7 +32,8 @@ from gptlm.config.tokenizer_class import drop_class
 from gptlm.config.validate import pretrain_problems, problems_of, steps_apart
 from gptlm.config.validate_layout import degrees_fit, not_built
 from gptlm.errors import UsageError, named
-from gptlm.model.presets import Shape, has_weights
+from gptlm.model.files import has_weights
+from gptlm.model.presets import Shape
 from gptlm.parallel.dims import ParallelDims
 
 DERIVED = {  # values that follow from others -> how their origin begins

@@ -6,7 +6,7 @@ from pathlib import Path
 from gptlm.config.parser import Parsed
 from gptlm.errors import GptlmError, named
 from gptlm.model.adapter_files import is_adapter, settings_of
-from gptlm.model.presets import has_weights
+from gptlm.model.files import has_weights
 
 RUN_FILE = "run.json"
 MANIFEST = "manifest.json"  # only whole checkpoints have one

@@ -16,7 +16,6 @@ PARTS = tuple(
     for kind in ("weight", "bias")
 )
 LAYER = re.compile(r"^transformer\.h\.(\d+)\.(.+)$")
-MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 def layer_names(layer: int) -> list[str]:

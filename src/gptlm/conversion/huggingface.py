@@ -16,8 +16,7 @@ from gptlm.conversion.safe_pickle import read_torch
 from gptlm.conversion.source import GELUS, Asked, Source, check_variants
 from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
-from gptlm.model.files import INDEX, SAFETENSORS, check_safetensors
-from gptlm.model.presets import read_config, shape_of_config
+from gptlm.model.files import WEIGHTS, WEIGHTS_INDEX, check_safetensors, read_config, shape_of_config
 
 SHARD_BYTES = 1 << 30
 HEAD = "lm_head.weight"
@@ -125,12 +124,12 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, form: 
     places = {}
     for number, names in enumerate(files):
         several = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        final = SAFETENSORS if len(files) == 1 else several
+        final = WEIGHTS if len(files) == 1 else several
         (folder / f".part-{number}").rename(folder / final)
         places.update(dict.fromkeys(names, final))
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def _save(path: Path, tensors: dict[str, Tensor], form: str) -> list[str]:

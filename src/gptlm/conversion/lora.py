@@ -25,11 +25,10 @@ from gptlm.conversion.paddle.write import THEIRS, as_array
 from gptlm.conversion.source import first
 from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import CONFIG, WEIGHTS, settings_of
-from gptlm.model.files import check_safetensors
+from gptlm.model.adapter_files import settings_of
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, check_safetensors
 
 PADDLE_CONFIG = "lora_config.json"
-PEFT_PREFIX = "base_model.model."
 PLAIN = {"use_dora": (None, False), "use_rslora": (None, False), "bias": (None, "none"), "rank_pattern": (None, {})}
 ODD = ("rslora", "pissa", "lorapro", "trainable_bias", "lora_use_mixer", "use_mora", "nola")  # other maths there
 BOTH = ("attn.c_proj", "mlp.c_proj")
@@ -66,7 +65,7 @@ def kind_of(folder: Path) -> str | None:
     """Whose adapters `folder` holds: paddle, peft, or None."""
     if holds_paddle_adapters(folder) or (folder / PADDLE_CONFIG).is_file():
         return "paddle"
-    return "peft" if (folder / CONFIG).is_file() else None
+    return "peft" if (folder / ADAPTER_CONFIG).is_file() else None
 
 
 def read_paddle(folder: Path, heads: int | None) -> Adapters:
@@ -108,12 +107,12 @@ def read_peft(folder: Path) -> Adapters:
     for key, plain in PLAIN.items():
         if settings.get(key) not in plain:
             raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain ones are converted")
-    check_safetensors(folder / WEIGHTS)
+    check_safetensors(folder / ADAPTER_WEIGHTS)
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(folder / WEIGHTS).items():
+    for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
         place, _, kind = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or layer_and_part(f"{place}.weight")[0] is None:
-            raise GptlmError(f"{folder / WEIGHTS} holds {name}, which is no adapter of GPT-2's layers")
+            raise GptlmError(f"{folder / ADAPTER_WEIGHTS} holds {name}, which is no adapter of GPT-2's layers")
         found.setdefault(place, {})[kind] = tensor
     pairs = {module: Pair(pair["A"], pair["B"]) for module, pair in found.items()}
     scale = settings["lora_alpha"] / settings["r"]
@@ -139,9 +138,9 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    apply_umask(folder / WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    apply_umask(folder / ADAPTER_WEIGHTS)
 
 
 def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, heads: int | None) -> None:

@@ -3,15 +3,16 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.adapters import load_adapted
+from gptlm.model.adapter_files import check_tensors, ends_of
 from gptlm.model.build import load_model
-from gptlm.model.files import check_weights
+from gptlm.model.files import ADAPTER_WEIGHTS, CONV1D_WEIGHTS, PEFT_PREFIX, check_weights, has_weights
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.presets import has_weights
-from gptlm.model.tokenizer import load_tokenizer
+from gptlm.model.lora import merged, warn_of_other_base
+from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
 
 
 @doing("loading the model")
@@ -41,3 +42,51 @@ def load_for_inference(
         model.to(dtype=dtype)  # type: ignore[call-arg]
         model.name_or_path = f"{source} with the adapters in {lora_path}"  # in messages
     return model.eval().to(device), tokenizer
+
+
+EMBEDDINGS = ("wte.weight", "lm_head.weight")
+
+
+def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
+    """The model in the folder `source` with `adapters` added to its float32 weights, and the tokenizer.
+
+    Raises:
+        GptlmError: if something is missing, or the two do not fit.
+    """
+    if not has_weights(Path(source)):
+        raise GptlmError(f"{source} holds no model weights (model.safetensors); give the adapters' base model")
+    check_weights(Path(source))
+    shapes = {name.removeprefix(PEFT_PREFIX): shape for name, shape in check_tensors(adapters).items()}
+    whole = [name for name in shapes if name.endswith(CONV1D_WEIGHTS)]
+    if whole:  # stored (in, out) by stock GPT-2, and the square ones would fit the wrong way round
+        raise GptlmError(
+            f"the adapters in {adapters} replace whole matrices ({whole[0]}); only low-rank adapters are added here, "
+            "merge these with PEFT"
+        )
+    warn_of_other_base(adapters, source)
+    tokenizer = load_tokenizer(tokenizer_folder(source, adapters))
+    model = load_model(source)
+    ends = ends_of(adapters)
+    if ends is not None:
+        model.generation_config.eos_token_id = ends
+    _check_layers(model, shapes, adapters)
+    if any("wte.lora_" in name for name in shapes):  # adapters of the embedding leave the head as it is
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+    rows = [shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS)]
+    return merged(model, adapters, max(rows, default=len(tokenizer))), tokenizer
+
+
+def tokenizer_folder(source: str, adapters: Path) -> str:
+    """The adapters' own folder if it holds a tokenizer, else the model's."""
+    return str(adapters) if has_tokenizer(adapters) else source
+
+
+def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:
+    """PEFT passes over adapters of modules that the model lacks."""
+    known = dict(model.named_modules())
+    targets = {name: name.partition(".lora_")[0] for name in shapes if ".lora_" in name}
+    missing = [name for name, module in targets.items() if module not in known]
+    if missing or not targets:
+        what = f"the model has no place for {missing[0]}" if missing else f"{ADAPTER_WEIGHTS} holds none"
+        raise GptlmError(f"the adapters in {adapters} are of another model: {what}")

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptlm.inference.finite import check_finite
 from gptlm.kernels.linear_cross_entropy import CHUNK_TOKENS
+from gptlm.model.build import check_finite
 from gptlm.model.gpt import GPTLMHeadModel
 
 Tokens = Sequence[int] | np.ndarray

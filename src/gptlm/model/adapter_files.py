@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.errors import GptlmError
-from gptlm.model.files import check_safetensors
-from gptlm.model.presets import Shape, has_weights
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, check_safetensors, has_weights
+from gptlm.model.presets import Shape
 
 KINDS: dict[str, Any] = {
     "r": int,
@@ -16,12 +16,11 @@ KINDS: dict[str, Any] = {
     "target_modules": (list, str),
 }  # what LoRA's configuration must have
 PLACE = re.compile(r"\.h\.(?P<layer>\d+)\.(?P<matrix>[\w.]+)\.lora_A\.weight$")
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether `folder` holds adapters instead of a model."""
-    return (folder / CONFIG).is_file() and not has_weights(folder)
+    return (folder / ADAPTER_CONFIG).is_file() and not has_weights(folder)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -30,9 +29,9 @@ def settings_of(folder: Path) -> dict[str, Any]:
     Raises:
         GptlmError: if there is none, or it is not LoRA's.
     """
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        there = "does not exist" if not folder.is_dir() else f"holds no adapters: {CONFIG} is missing"
+        there = "does not exist" if not folder.is_dir() else f"holds no adapters: {ADAPTER_CONFIG} is missing"
         raise GptlmError(f"{folder} {there}; give the output_dir of a run with --lora, or another PEFT folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +59,7 @@ def check_tensors(folder: Path) -> dict[str, list[int]]:
         GptlmError: if they cannot be read or are not those of the configuration: PEFT ignores what it does not name.
     """
     settings = settings_of(folder)
-    shapes = check_safetensors(folder / WEIGHTS)
+    shapes = check_safetensors(folder / ADAPTER_WEIGHTS)
     rank, targets = settings["r"], settings["target_modules"]
     for name, sizes in shapes.items():
         found = PLACE.search(name)
@@ -69,13 +68,13 @@ def check_tensors(folder: Path) -> dict[str, list[int]]:
         place = name.removesuffix(".lora_A.weight")
         if isinstance(targets, list) and not any(place.endswith(f".{target}") for target in targets):
             raise GptlmError(
-                f"the adapters in {folder} do not match their {CONFIG}: the file has {name}, target_modules is "
+                f"the adapters in {folder} do not match their {ADAPTER_CONFIG}: the file has {name}, target_modules is "
                 f"{' '.join(targets)}; copy the folder again"
             )
         if not settings.get("rank_pattern") and sizes[:1] != [rank]:
             raise GptlmError(
-                f"the adapters in {folder} do not match their {CONFIG}: {name} is of rank {sizes[0]}, r is {rank}; "
-                "copy the folder again"
+                f"the adapters in {folder} do not match their {ADAPTER_CONFIG}: {name} is of rank {sizes[0]}, r is "
+                f"{rank}; copy the folder again"
             )
     return shapes
 
@@ -89,7 +88,7 @@ def base_of(folder: Path) -> str:
     base = settings_of(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise GptlmError(
-            f"{folder / CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
+            f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
             f"--model_name_or_path BASE --lora_path {folder}"
         )
     return base
@@ -98,11 +97,11 @@ def base_of(folder: Path) -> str:
 def ends_of(folder: Path) -> int | list[int] | None:
     """The ids that end an answer of the adapters' training, from their generation_config.json; None without one."""
     try:
-        return json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        return json.loads((folder / GENERATION_CONFIG).read_text(encoding="utf-8")).get("eos_token_id")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
-        raise GptlmError(f"{folder / 'generation_config.json'} is damaged ({error}); copy the folder again") from error
+        raise GptlmError(f"{folder / GENERATION_CONFIG} is damaged ({error}); copy the folder again") from error
 
 
 def check_fit(folder: Path, shape: Shape) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of
-from gptlm.model.gpt import TRANSPOSED, GPTLMHeadModel
+from gptlm.model.files import CONV1D_WEIGHTS
+from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 
 SUPPORTED = {  # config key -> the values our network computes
@@ -165,7 +166,7 @@ class StoredWeights:
         for stored in (name, name.removeprefix("transformer.")):  # the oldest files lack the prefix
             if stored in self.files:
                 tensor = self.files[stored].get_tensor(stored).float()
-                return tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+                return tensor.t().contiguous() if name.endswith(CONV1D_WEIGHTS) else tensor
         raise GptlmError(f"the weights in {self.source} lack {name}; give a folder written by save_pretrained")
 
 
@@ -190,3 +191,24 @@ def _set_dropout(config: GPT2Config, hidden: float | None, attention: float | No
 
 def _unreadable(source: str, error: Exception) -> str:
     return f"cannot load model weights from the folder {source}: {reason_of(error)}"
+
+
+def check_finite(values: Tensor, model: Any) -> None:
+    """Raises GptlmError, which names the model and the likely cause, if a logit or loss in `values` is not finite."""
+    if not bool(torch.isfinite(values).all()):
+        raise GptlmError(f"the model {model.name_or_path or 'in memory'} computes NaN or infinity: {_cause(model)}")
+
+
+def _cause(model: Any) -> str:
+    weights = dict(model.named_parameters())
+    damaged = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
+    if damaged:
+        return (
+            f"{len(damaged)} of its {len(weights)} weight tensors contain them (first: {damaged[0]}); its training "
+            "diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
+        )
+    if any(weight.dtype == torch.float16 for weight in model.parameters()):
+        return "its activations overflow float16; use --bf16, or neither for float32"
+    if any(weight.numel() == 0 for weight in weights.values()):  # ZeRO stage 3 keeps them elsewhere
+        return "its training diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
+    return "its weights are finite but so large that activations overflow; take an earlier checkpoint"

@@ -29,13 +29,12 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gptlm.disk import apply_umask
+from gptlm.kernels.fused_gelu import feed_forward, fits
 from gptlm.kernels.linear_cross_entropy import summed_loss
 from gptlm.kernels.varlen_attention import Documents, document_attention
-from gptlm.model.mlp import MLP, residual_projection
+from gptlm.model.files import CONV1D_WEIGHTS
 
 logger = logging.getLogger(__name__)
-
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class Attention(nn.Module):
@@ -84,6 +83,38 @@ class Attention(nn.Module):
             return document_attention(q, k, v, documents, dropout)
         causal = True if mask is None and q.shape[2] > 1 else False  # compiled for any length it is a bool, too
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+
+
+def residual_projection(inputs: int, outputs: int) -> nn.Linear:
+    """The last Linear of a residual branch, initialised smaller (see `GPTPreTrainedModel._init_weights`)."""
+    linear = nn.Linear(inputs, outputs)
+    linear.is_residual_projection = True  # type: ignore[assignment]
+    return linear
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()  # (1 + tanh z) / 2 is sigmoid 2 z, which GPUs compute faster
+    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Feed-forward layer with GPT-2's tanh-approximated GELU."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, inner)
+        self.c_proj = residual_projection(inner, config.n_embd)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.fused = False  # GELU may be computed inside the matrix products, where they are compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused and torch.compiler.is_compiling() and fits(x, self.c_fc, self.c_proj):
+            return self.dropout(feed_forward(x, self.c_fc, self.c_proj))
+        return self.dropout(self.c_proj(gelu(self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -326,6 +357,6 @@ def saved_generation(config: GenerationConfig) -> GenerationConfig:
 
 register_checkpoint_conversion_mapping(
     "GPTLMHeadModel",
-    [WeightConverter(name, name, operations=[Transpose(0, 1)]) for name in TRANSPOSED],
+    [WeightConverter(name, name, operations=[Transpose(0, 1)]) for name in CONV1D_WEIGHTS],
     overwrite=True,
 )

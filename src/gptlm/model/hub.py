@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, snapshot_download
 
 from gptlm.errors import GptlmError, reason_of
-from gptlm.model.presets import PRESETS, has_weights
+from gptlm.model.files import has_weights
+from gptlm.model.presets import PRESETS
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
 MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]

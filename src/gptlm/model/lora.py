@@ -4,24 +4,27 @@ Stock GPT-2 keeps its matrices as Conv1D (in, out), ours are `nn.Linear` (out, i
 shape for both, and only PEFT's switch `fan_in_fan_out` differs. Files say true, which stock GPT-2 needs.
 """
 
-from collections.abc import Sequence
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of
-from gptlm.model.adapter_card import write_card
-from gptlm.model.adapter_files import WEIGHTS, settings_of
-from gptlm.model.base_weights import KEY
-from gptlm.model.files import check_safetensors
+from gptlm.model.adapter_files import settings_of
+from gptlm.model.files import ADAPTER_WEIGHTS, check_safetensors, weight_files
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.quiet import warnings_ignored
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"  # PEFT's name of the one adapter of a model
 
@@ -72,11 +75,11 @@ class StoredAdapters:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        check_safetensors(folder / WEIGHTS)
+        check_safetensors(folder / ADAPTER_WEIGHTS)
         try:
-            self.file = safe_open(folder / WEIGHTS, "pt")
+            self.file = safe_open(folder / ADAPTER_WEIGHTS, "pt")
         except Exception as error:  # FileNotFoundError and safetensors' own kinds
-            raise GptlmError(f"{folder / WEIGHTS} cannot be read: {reason_of(error)}") from error
+            raise GptlmError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {reason_of(error)}") from error
         self.names = set(self.file.keys())
 
     def get(self, name: str) -> Tensor:
@@ -148,7 +151,7 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     fingerprint = getattr(model, "base_fingerprint", None)
     facts = {"format": "pt"} | ({KEY: fingerprint} if fingerprint else {})
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, facts)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS, facts)
     config: Any = model.peft_config[ADAPTER]
     trained, config.inference_mode = config.inference_mode, True
     config.fan_in_fan_out = True
@@ -158,4 +161,132 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)  # what ends a turn
     entries = network.config.vocab_size if config.trainable_token_indices else None
     write_card(folder, str(config.base_model_name_or_path), entries)
-    apply_umask(folder / WEIGHTS)
+    apply_umask(folder / ADAPTER_WEIGHTS)
+
+
+KEY = "base_fingerprint"  # in the header of the adapters' file, which PEFT passes over
+ROWS = 16  # of each sampled tensor
+WORD_ROWS = 256  # of the embedding: rows that are added to it change nothing
+SAMPLED = ("wte.weight", "wpe.weight", "ln_f.weight", "attn.c_attn.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+LAYERS = 4  # of which matrices are sampled
+
+
+def fingerprint_of(folder: Path) -> str | None:
+    """16 hex digits that differ when weights of GPT-2 in `folder` do; None where they are not in safetensors.
+
+    Sampled values are rounded to bfloat16, so that a copy in that precision is the same model.
+    """
+    digest = hashlib.sha256()
+    try:
+        places = {name.removeprefix("transformer."): (path, name) for path, name in _names(folder)}
+        for name in sorted(_sampled(places)):
+            path, stored = places[name]
+            with safe_open(path, "pt") as file:
+                tensor = file.get_slice(stored)
+                count = min(tensor.get_shape()[0], WORD_ROWS) if name == "wte.weight" else tensor.get_shape()[0]
+                for row in range(0, count, max(1, count // ROWS)):
+                    values = tensor[row : row + 1].to(torch.bfloat16).flatten()
+                    digest.update(values.view(torch.int16).numpy().tobytes())
+    except (GptlmError, OSError, SafetensorError):
+        return None
+    return digest.hexdigest()[:16] if places else None
+
+
+def _names(folder: Path) -> Iterator[tuple[Path, str]]:
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            yield from ((path, name) for name in file.keys())
+
+
+def _sampled(names: dict[str, tuple[Path, str]]) -> Iterator[str]:
+    """The embeddings, the last norm, and the matrices of evenly spaced layers."""
+    layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("h.")})
+    chosen = {f"h.{layer}" for layer in layers[:: max(1, len(layers) // LAYERS)]}
+    for name in names:
+        if name.endswith(SAMPLED) and (not name.startswith("h.") or ".".join(name.split(".")[:2]) in chosen):
+            yield name
+
+
+def check_base(checkpoint: Path, base: Path) -> None:
+    """Raises GptlmError if the adapters in `checkpoint` were trained on other weights than those in `base`."""
+    trained_on, found = _trained_on(checkpoint), fingerprint_of(base)
+    if trained_on and found and trained_on != found:
+        raise GptlmError(
+            f"the adapters in the checkpoint {checkpoint} were trained on "
+            f"{settings_of(checkpoint).get('base_model_name_or_path') or 'another model'}, the weights in {base} are "
+            "others; give the same --model_name_or_path, or another --output_dir (--lora_path "
+            f"{checkpoint} trains them on the new weights)"
+        )
+
+
+def _trained_on(adapters: Path) -> str | None:
+    """The fingerprint of the weights that `adapters` were trained on, where it was noted."""
+    with safe_open(adapters / ADAPTER_WEIGHTS, "pt") as file:
+        return (file.metadata() or {}).get(KEY)
+
+
+def warn_of_other_base(adapters: Path, base: str) -> None:
+    """Say so if the model in the folder `base` is not the one that `adapters` were trained on.
+
+    Adapters of plain PEFT note a name only; it decides where the two models cannot be compared.
+    """
+    noted = settings_of(adapters).get("base_model_name_or_path") or ""
+    trained_on = _trained_on(adapters)
+    if trained_on is None and Path(noted).is_dir():
+        trained_on = fingerprint_of(Path(noted))
+    found = fingerprint_of(Path(base))
+    if trained_on and found:
+        if trained_on != found:
+            logger.warning(
+                "the adapters in %s were trained on %s; the weights in %s are others: texts and losses will not be "
+                "those of the training",
+                adapters, noted or "another model", base,
+            )  # fmt: skip
+    elif noted and not _is_same_name(noted, base):
+        logger.warning(
+            "the adapters in %s name %s as their model, %s is used: whether its weights are the same cannot be told",
+            adapters, noted, base,
+        )  # fmt: skip
+
+
+def _is_same_name(noted: str, base: str) -> bool:
+    """Whether a name of the hub or a folder is that of the folder `base`, which may be in the hub's cache."""
+    cached = [part.rpartition("--")[2] for part in Path(base).parts if part.startswith("models--")]
+    return Path(noted).name in (Path(base).absolute().name, *cached)
+
+
+OURS = "<!-- Written by gptlm when adapters are saved; without this line the file is left as it is. -->"
+
+
+def resize_call(entries: int) -> str:
+    """What plain PEFT needs before adapters with added tokens: `entries` is the size of their vocabulary."""
+    return f"model.resize_token_embeddings({entries})"
+
+
+def write_card(folder: Path, base: str, entries: int | None) -> None:
+    """Write `folder`/README.md; one that somebody else wrote stays.
+
+    Args:
+        base: folder or hub name of the model that the adapters belong to.
+        entries: size of the vocabulary if tokens were added; None: the model's own.
+    """
+    path = folder / "README.md"
+    if path.exists() and not (path.is_file() and OURS in path.read_text(encoding="utf-8", errors="replace")):
+        return
+    on_hub = not Path(base).is_absolute()  # the hub refuses a card whose base_model is a local path
+    data = ModelCardData(
+        base_model=base if on_hub else None, library_name="peft", pipeline_tag="text-generation", tags=["lora"]
+    )
+    call = resize_call(entries or 0)
+    added = f"Tokens were added to the vocabulary: plain PEFT needs `{call}` first.\n\n" if entries else ""
+    lines = [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({base!r})",
+        *([call] if entries else []),
+        'model = PeftModel.from_pretrained(model, ".")',
+    ]
+    code = "\n".join(["```python", *lines, "```"])
+    text = f"---\n{data.to_yaml()}\n---\n\n{OURS}\n\n# LoRA adapters\n\nFor the model `{base}`.\n\n{added}{code}\n"
+    path.write_text(text, encoding="utf-8")

@@ -21,16 +21,15 @@ from gptlm.data.cutting import PIECE, Cutter
 from gptlm.data.special_tokens import log_spelled
 from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.adapters import tokenizer_folder
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
-from gptlm.inference.loading import load_for_inference
+from gptlm.inference.loading import load_for_inference, tokenizer_folder
 from gptlm.inference.scoring import score
 from gptlm.inference.tasks import Cloze, Reading, Report, encode_documents, read_cloze, read_text
 from gptlm.model.adapter_files import base_and_adapters, base_hint
+from gptlm.model.files import has_weights, shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
-from gptlm.model.presets import has_weights, shape_of_config
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device

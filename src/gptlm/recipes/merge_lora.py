@@ -8,10 +8,10 @@ import torch
 from gptlm.checkpoint.folder import writing
 from gptlm.config.args.sft import MergeArguments
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.adapters import load_adapted
+from gptlm.inference.loading import load_adapted
 from gptlm.model.adapter_files import base_hint, base_of, ends_of
+from gptlm.model.files import has_weights
 from gptlm.model.hub import model_folder
-from gptlm.model.presets import has_weights
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.resume import check_output

@@ -14,9 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.args.predict import DEFAULT_PROMPTS, PredictArguments
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.generation import Sampling, check_rows, continue_apart, continue_rows, encode_prompts, text_of
+from gptlm.inference.generation import (
+    Sampling,
+    Stream,
+    check_rows,
+    continue_apart,
+    continue_rows,
+    encode_prompts,
+    text_of,
+)
 from gptlm.inference.loading import load_for_inference
-from gptlm.inference.streaming import Stream
 from gptlm.model.adapter_files import base_and_adapters, base_hint
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder

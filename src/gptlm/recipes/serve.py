@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.predict import PredictArguments
 from gptlm.errors import GptlmError, reason_of
-from gptlm.inference.generation import Sampling, encode_prompts
-from gptlm.inference.streaming import Stream
+from gptlm.inference.generation import Sampling, Stream, encode_prompts
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.recipes.predict import load, log_to
 

@@ -16,7 +16,8 @@ from gptlm.data.corpus import holds_records
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
-from gptlm.model.presets import PRESETS, Shape, shape_of_config
+from gptlm.model.files import shape_of_config
+from gptlm.model.presets import PRESETS, Shape
 
 TASKS = ("LAMBADA", "WIKITEXT103", "WIKITEXT2", "TEXT", "DATA")
 DETOKENIZERS = ("auto", "wikitext", "lambada", "ptb", "none")

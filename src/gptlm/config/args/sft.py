@@ -16,7 +16,8 @@ from gptlm.config.run import Run, resolve, tried
 from gptlm.config.tokenizer_class import drop_class
 from gptlm.config.trained import take_trained
 from gptlm.errors import UsageError, named
-from gptlm.model.adapter_files import CONFIG, check_fit, settings_of
+from gptlm.model.adapter_files import check_fit, settings_of
+from gptlm.model.files import ADAPTER_CONFIG
 from gptlm.model.presets import Shape
 
 LESS_IS_BETTER = ("loss", "ppl")
@@ -244,7 +245,7 @@ def _resolve_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[str]
     for flag, value in stored.items():
         listed = isinstance(value, list)
         if parsed.sources[flag] == "default":
-            parsed.set(flag, value, f"{folder / CONFIG}")
+            parsed.set(flag, value, f"{folder / ADAPTER_CONFIG}")
         elif (sorted(values[flag]) if listed else values[flag]) != value:
             told = " ".join(value) if listed else f"{value:g}"
             problems.append(f"{named(flag)}: the adapters in {folder} have {told}; leave the flag out")

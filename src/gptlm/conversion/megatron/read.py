@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from gptlm.conversion.detect import Found
-from gptlm.conversion.gpt2_names import LAST, MATRICES, WPE, WTE, layer_and_part
+from gptlm.conversion.gpt2_names import LAST, WPE, WTE, layer_and_part
 from gptlm.conversion.megatron import names as words
 from gptlm.conversion.megatron.optimizer import adam_steps, has_masters, states_of
 from gptlm.conversion.safe_pickle import StandIn, read_torch
 from gptlm.conversion.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal, near
 from gptlm.errors import GptlmError
+from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
 
 VERSIONS = (0, 1, 2, 3)
@@ -67,7 +68,7 @@ class MegatronSource(Sharded):
             tensor = torch.cat(pieces, dim=1)
         else:
             tensor = join_equal(pieces, name, self.found.folder)
-        return tensor.t() if part in MATRICES else tensor
+        return tensor.t() if part in CONV1D_WEIGHTS else tensor
 
     def steps(self) -> tuple[int, int, int | None]:
         path = self.found.files[0][0]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gptlm.conversion.detect import ITERATION, MEGATRON_FILES
-from gptlm.conversion.gpt2_names import LAST, MATRICES, WPE, WTE, layer_and_part, layer_names
+from gptlm.conversion.gpt2_names import LAST, WPE, WTE, layer_and_part, layer_names
 from gptlm.conversion.megatron import names as words
 from gptlm.conversion.megatron.read import COLUMN, ROW
 from gptlm.conversion.source import Source
 from gptlm.errors import UsageError
+from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import Shape
 
 DIVISIBLE = 128  # Megatron pads the embedding to a multiple of this times the tensor degree
@@ -95,7 +96,7 @@ def cut(name: str, value: Tensor, heads: int, tensor: int, rows: int) -> list[Te
         rows: of the embedding with padding, which is zero.
     """
     part = layer_and_part(name)[1]
-    if part in MATRICES:
+    if part in CONV1D_WEIGHTS:
         value = value.t()
     if part == WTE:
         value = torch.cat([value, value.new_zeros(rows - len(value), value.shape[1])])

@@ -21,7 +21,7 @@ from gptlm.conversion.paddle.arrays import OnDisk, Renamed, tensors_of
 from gptlm.conversion.paddle.optimizer import MASTERS, SCHEDULE, optimizer_of, states_of
 from gptlm.conversion.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
 from gptlm.errors import GptlmError, reason_of
-from gptlm.model.presets import read_config
+from gptlm.model.files import read_config
 
 CONFIG, OLD_CONFIG = "config.json", "model_config.json"
 SAME_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and FleetX compute the tanh form for "gelu"

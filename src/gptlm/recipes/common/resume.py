@@ -14,7 +14,7 @@ from gptlm.checkpoint import folder as checkpoint
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
-from gptlm.model.presets import shape_of_config
+from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
-from gptlm.inference.finite import check_finite
+from gptlm.model.build import check_finite
 from gptlm.model.files import check_weights
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process

@@ -9,8 +9,9 @@ from transformers import TrainerState
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state as states
-from gptlm.conversion.gpt2_names import MATRICES, layer_and_part
+from gptlm.conversion.gpt2_names import layer_and_part
 from gptlm.conversion.source import Source
+from gptlm.model.files import CONV1D_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -61,5 +62,5 @@ def finish_checkpoint(source: Source, folder: Path, consumed: int | None) -> Non
 def _tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
     """By the names of the training's own files; its matrices are (out, in)."""
     for name, kind, value in source.states():
-        matrix = layer_and_part(name)[1] in MATRICES
+        matrix = layer_and_part(name)[1] in CONV1D_WEIGHTS
         yield f"{name}|{kind}", (value.t() if matrix else value).float().contiguous()

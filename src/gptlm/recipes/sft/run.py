@@ -14,11 +14,9 @@ from gptlm.config.run import with_epochs_counted
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
 from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_card import resize_call
 from gptlm.model.adapter_files import settings_of
-from gptlm.model.base_weights import check_base, fingerprint_of, warn_of_other_base
-from gptlm.model.lora import add_adapters, load_adapters
-from gptlm.model.presets import shape_of_config
+from gptlm.model.files import shape_of_config
+from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_of_other_base
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.parallel.deepspeed import start_deepspeed
 from gptlm.ranks import is_main_process
