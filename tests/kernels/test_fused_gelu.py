@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import GPT2Config
 
-from gptlm.kernels.compiling import compile_network
-from gptlm.kernels.fused_gelu import feed_forward, fits
+from gptlm.kernels.compiling import compile_model
+from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
 from gptlm.model.gpt import MLP, GPTLMHeadModel
 
 
@@ -32,7 +32,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer():
             found = torch.compile(fused, backend=listening)(inputs[1])
             assert "linear_gelu" in listening.code
         else:
-            found = feed_forward(inputs[1], fused.c_fc, fused.c_proj)
+            found = fused_feed_forward(inputs[1], fused.c_fc, fused.c_proj)
         ones = torch.randn_like(wanted)
         wanted.backward(ones)
         found.backward(ones)
@@ -46,20 +46,20 @@ def test_values_and_gradients_are_those_of_the_plain_layer():
 def test_other_layers_are_left_alone(change):
     up, down = torch.nn.Linear(8, 32).bfloat16(), torch.nn.Linear(32, 8).bfloat16()
     x = torch.zeros(1, 8, dtype=torch.float32 if change == "mixed" else torch.bfloat16)
-    assert fits(x.bfloat16(), up, down)
+    assert supports_fused(x.bfloat16(), up, down)
     if change == "float32":
         up, down, x = up.float(), down.float(), x.float()
     if change == "no bias":
         down.bias = None
     if change == "another kind of layer":
         up = torch.nn.Sequential(up)
-    assert not fits(x, up, down)
+    assert not supports_fused(x, up, down)
 
 
 def test_blocks_that_are_recomputed_go_without(monkeypatch):
     """What a fused layer returns is kept for the backward pass, which recomputation is there to avoid."""
-    monkeypatch.setattr("gptlm.kernels.compiling.library", lambda: object())
+    monkeypatch.setattr("gptlm.kernels.compiling.load_cublaslt", lambda: object())
     model = GPTLMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=11))
     model.transformer.set_recompute("full", keep=[1])
-    compile_network(model)
+    compile_model(model)
     assert [block.mlp.fused for block in model.transformer.h] == [False, True]

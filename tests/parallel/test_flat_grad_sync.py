@@ -11,16 +11,16 @@ from gptlm.parallel.flat_grad_sync import _runs
 
 START = """
 import torch
-from gptlm.parallel.flat_grad_sync import ZeroAtOnce
-from gptlm.parallel.deepspeed import start_deepspeed
-from gptlm.parallel.zero_config import Wanted, filled, zero_config
+from gptlm.parallel.flat_grad_sync import FlatGradSync
+from gptlm.parallel.deepspeed import setup_deepspeed
+from gptlm.parallel.zero_config import RunSettings, fill_auto, zero_config
 
-start_deepspeed(on_cpu=True)
+setup_deepspeed(on_cpu=True)
 import deepspeed
 
 def engine(*shape):
     model = torch.nn.Sequential(*(torch.nn.Linear(*shape) for _ in range(3)))
-    config = filled(zero_config(2), Wanted(1, 1, 1, 0.0, "bf16", "O2"))
+    config = fill_auto(zero_config(2), RunSettings(1, 1, 1, 0.0, "bf16", "O2"))
     config["zero_allow_untested_optimizer"] = True
     deepspeed.init_distributed("gloo")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -40,7 +40,7 @@ model, engine = engine(8, 8)
 weights = list(model.parameters())
 alive(weights)
 before = alive(weights)
-ZeroAtOnce(engine)
+FlatGradSync(engine)
 alive(weights)
 print("found", before, alive(weights))
 torch.distributed.destroy_process_group()
@@ -50,7 +50,7 @@ torch.distributed.destroy_process_group()
 SUMS = """
 model, engine = engine(4, 4)
 weights = list(model.parameters())
-once = ZeroAtOnce(engine, in_float32=True)
+once = FlatGradSync(engine, in_float32=True)
 before = [part.clone() for part in engine.optimizer.single_partition_of_fp32_groups]
 for _ in range(2):
     for value in (1.0, 2**-9):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gptlm.parallel.sharding import EMBEDDING, ids_of, kind_of, layers_of, part_of, whole_of
+from gptlm.parallel.sharding import EMBEDDING, shard, split_of, stage_layers, unshard, vocab_range
 
 D, HEADS = 8, 4
 SHAPES = {
@@ -24,15 +24,15 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_make_the_whole(name, degree):
     whole = torch.randn(SHAPES[name])
-    parts = [part_of(name, whole, rank, degree) for rank in range(degree)]
-    assert whole_of(name, parts).equal(whole)
-    assert parts[0].numel() == whole.numel() // (degree if kind_of(name) else 1)
+    parts = [shard(name, whole, rank, degree) for rank in range(degree)]
+    assert unshard(name, parts).equal(whole)
+    assert parts[0].numel() == whole.numel() // (degree if split_of(name) else 1)
 
 
 def test_heads_stay_whole():
     """Process r of 2 gets q, k and v of heads 2 r and 2 r + 1: rows by head are 2 wide."""
     name = "transformer.h.0.attn.c_attn.bias"
-    part = part_of(name, torch.arange(3 * D), 1, 2)
+    part = shard(name, torch.arange(3 * D), 1, 2)
     assert part.tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
 
 
@@ -42,7 +42,7 @@ def test_a_column_and_a_row_split_are_the_product(degree):
     x = torch.randn(3, D)
     names = ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight")
     total = sum(
-        torch.relu(x @ part_of(names[0], first, rank, degree).T) @ part_of(names[1], second, rank, degree).T
+        torch.relu(x @ shard(names[0], first, rank, degree).T) @ shard(names[1], second, rank, degree).T
         for rank in range(degree)
     )
     torch.testing.assert_close(total, torch.relu(x @ first.T) @ second.T)
@@ -50,7 +50,7 @@ def test_a_column_and_a_row_split_are_the_product(degree):
 
 @pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (7, 3), (24, 16), (3, 3)])
 def test_stages_share_the_layers_evenly(layers, stages):
-    shares = [layers_of(stage, stages, layers) for stage in range(stages)]
+    shares = [stage_layers(stage, stages, layers) for stage in range(stages)]
     assert [layer for share in shares for layer in share] == list(range(layers))
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
@@ -59,8 +59,8 @@ def test_stages_share_the_layers_evenly(layers, stages):
 @pytest.mark.parametrize(("vocabulary", "degree"), [(12, 4), (13, 4), (50257, 2), (50257, 8)])
 def test_every_process_has_the_rows_of_its_ids(vocabulary, degree):
     whole = torch.arange(vocabulary)[:, None]
-    parts = [part_of(EMBEDDING, whole, rank, degree) for rank in range(degree)]
+    parts = [shard(EMBEDDING, whole, rank, degree) for rank in range(degree)]
     assert [part.flatten().tolist() for part in parts] == [
-        list(ids_of(rank, degree, vocabulary)) for rank in range(degree)
+        list(vocab_range(rank, degree, vocabulary)) for rank in range(degree)
     ]
-    assert whole_of(EMBEDDING, parts).equal(whole)
+    assert unshard(EMBEDDING, parts).equal(whole)

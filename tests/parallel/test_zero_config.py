@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gptlm.errors import UsageError
-from gptlm.parallel.zero_config import Wanted, filled, zero_config
+from gptlm.parallel.zero_config import RunSettings, fill_auto, zero_config
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 
@@ -28,7 +28,7 @@ def test_there_are_no_other_files_and_no_optimizer_blocks():
 def test_a_file_keeps_its_own_bucket_size(size):
     """Also none, which is DeepSpeed's own, and "auto", which the Trainer fills in from the model's width."""
     zero = {"stage": 2} if size is None else {"stage": 2, "reduce_bucket_size": size}
-    assert filled({"zero_optimization": zero}, RUN)["zero_optimization"] == zero
+    assert fill_auto({"zero_optimization": zero}, RUN)["zero_optimization"] == zero
     assert zero_config(2)["zero_optimization"]["reduce_bucket_size"] == 5 * 10**7
 
 
@@ -37,14 +37,14 @@ def test_stage_zero_is_refused():
         zero_config(0)
 
 
-RUN = Wanted(micro_batch=4, accumulation=2, replicas=8, max_grad_norm=1.0, precision="fp16", level="O2")
+RUN = RunSettings(micro_batch=4, accumulation=2, replicas=8, max_grad_norm=1.0, precision="fp16", level="O2")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_flags_and_files_give_the_same_complete_configuration(stage):
     file = json.loads((FOLDER / f"zero{stage}.json").read_text())
-    config = filled(file, RUN)
-    assert config == filled(zero_config(stage), RUN) and "auto" not in json.dumps(config)
+    config = fill_auto(file, RUN)
+    assert config == fill_auto(zero_config(stage), RUN) and "auto" not in json.dumps(config)
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (4, 2)
     assert config["gradient_clipping"] == 1.0 and file["gradient_clipping"] == "auto"  # the file's own dict stays
 
@@ -60,8 +60,8 @@ def test_flags_and_files_give_the_same_complete_configuration(stage):
     ],
 )
 def test_precision(precision, level, fp16, bf16, autocast):
-    wanted = Wanted(1, 1, 2, 1.0, precision, level, scale_window=500, hysteresis=2, master_grad=True)
-    config = filled(zero_config(2), wanted)
+    wanted = RunSettings(1, 1, 2, 1.0, precision, level, scale_window=500, hysteresis=2, master_grad=True)
+    config = fill_auto(zero_config(2), wanted)
     assert (config["fp16"]["enabled"], config["bf16"]["enabled"]) == (fp16, bf16)
     assert config.get("torch_autocast") == (autocast and {"enabled": True, "dtype": autocast})
     scale = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
@@ -92,23 +92,23 @@ def test_precision(precision, level, fp16, bf16, autocast):
 )
 def test_contradictions_name_both_values(change, says):
     with pytest.raises(UsageError) as caught:
-        filled({**zero_config(1), **change}, RUN, "f.json")
+        fill_auto({**zero_config(1), **change}, RUN, "f.json")
     assert "f.json" in str(caught.value) and says in str(caught.value)
-    assert filled({**zero_config(1), "train_batch_size": 64}, RUN)
+    assert fill_auto({**zero_config(1), "train_batch_size": 64}, RUN)
 
 
 def test_smaller_groups_of_stage_3_share_the_weights():
-    wanted = Wanted(1, 1, 8, 1.0, "bf16", "O2", shard_degree=4)
-    assert filled(zero_config(3), wanted)["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert "zero_hpz_partition_size" not in filled(zero_config(1), wanted)["zero_optimization"]
+    wanted = RunSettings(1, 1, 8, 1.0, "bf16", "O2", shard_degree=4)
+    assert fill_auto(zero_config(3), wanted)["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert "zero_hpz_partition_size" not in fill_auto(zero_config(1), wanted)["zero_optimization"]
 
 
 def test_stage_3_exchanges_whole_blocks_where_all_of_a_block_is_trained():
-    zero = filled(zero_config(3), RUN)["zero_optimization"]
+    zero = fill_auto(zero_config(3), RUN)["zero_optimization"]
     assert zero["leaf_module"] == {"classes": ["gptlm.model.gpt.Block"]}
     assert zero["stage3_param_persistence_threshold"] == 0
     adapters = dataclasses.replace(RUN, whole_blocks=False)
-    for config in (filled(zero_config(3), adapters), filled(zero_config(2), RUN)):
+    for config in (fill_auto(zero_config(3), adapters), fill_auto(zero_config(2), RUN)):
         assert "leaf_module" not in config["zero_optimization"]
-    own = filled({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}, RUN)
+    own = fill_auto({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}, RUN)
     assert own["zero_optimization"]["stage3_param_persistence_threshold"] == 7  # a file's own words win

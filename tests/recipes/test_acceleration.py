@@ -10,7 +10,7 @@ import torch
 
 from gptlm.config.run import parse_pretrain
 from gptlm.errors import UsageError
-from gptlm.parallel.flat_grad_sync import put_together
+from gptlm.parallel.flat_grad_sync import flatten_gradients
 from gptlm.recipes.common.acceleration import AT_ONCE, exchanged_at_once
 from gptlm.recipes.common.deepspeed import deepspeed_config
 from gptlm.recipes.common.device import Machine
@@ -98,6 +98,6 @@ def test_gradients_are_brought_to_their_places_and_taken():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     places = list(torch.full((3, 2), 7.0))
     weights[0].grad, weights[1].grad = torch.tensor([1.0, 2.0]), places[1]
-    put_together(places, weights, zero=False)
+    flatten_gradients(places, weights, zero=False)
     assert torch.stack(places).tolist() == [[1.0, 2.0], [7.0, 7.0], [0.0, 0.0]]
     assert all(weight.grad is None for weight in weights)

@@ -13,7 +13,7 @@ import torch
 from gptlm.cli import main
 from gptlm.config.run import parse_pretrain
 from gptlm.launcher.args import parse_launch
-from gptlm.parallel.sharding import layers_of
+from gptlm.parallel.sharding import stage_layers
 from gptlm.planner.args import precision_of, sizes_of
 from gptlm.planner.memory import GIB, Layout, memory_of
 from gptlm.planner.search import RESERVE
@@ -116,7 +116,7 @@ def test_a_recipe_is_what_the_original_says(recipe, run):
 
 def test_the_layers_of_each_stage(recipe):
     stages, layers = recipe.degrees[1], recipe.model[0]
-    shares = [layers_of(stage, stages, layers) for stage in range(stages)]
+    shares = [stage_layers(stage, stages, layers) for stage in range(stages)]
     assert tuple(map(len, shares)) == recipe.stages
     assert [layer for share in shares for layer in share] == list(range(layers))
 

@@ -27,7 +27,7 @@ from gptlm.checkpoint import optimizer_state as states
 from gptlm.errors import reason_of
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
-from gptlm.parallel.deepspeed import whole
+from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.training.pipeline_step import LayoutTrainer
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class SavingTrainer(LayoutTrainer):
     def _trained_values(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter, without ZeRO's partition."""
         for name, parameter in states.trained(self.network):
-            with whole([parameter]):
+            with gathered_parameters([parameter]):
                 wanted = hasattr(parameter, "ds_id") and (self.args.should_save or self.mesh is not None)
                 yield name, parameter.detach().cpu() if wanted else parameter.detach()
 

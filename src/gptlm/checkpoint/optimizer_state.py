@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
-from gptlm.parallel.deepspeed import as_float, whole
-from gptlm.parallel.gather import own_part, stored_name
+from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import checkpoint_name, local_shard
 from gptlm.training.precision.master_adamw import MasterWeightAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,7 +32,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) 
     for name, found in tensors:
         if not writes:
             continue
-        tensor = as_float(found)
+        tensor = to_cpu_float32(found)
         pending[name] = tensor
         size += tensor.numel() * tensor.element_size()
         if size >= FILE_BYTES:
@@ -89,16 +89,16 @@ class StoredStates:
 
     def weight(self, name: str) -> Tensor:
         """The most precise copy there is of a parameter."""
-        name = stored_name(name)
+        name = checkpoint_name(name)
         key = f"{name}|master"
-        return own_part(self.mesh, name, self._get(key) if key in self.files else self.weights.get(name))
+        return local_shard(self.mesh, name, self._get(key) if key in self.files else self.weights.get(name))
 
     def moment(self, name: str, kind: str) -> Tensor:
-        name = stored_name(name)
-        return own_part(self.mesh, name, self._get(f"{name}|{kind}"))
+        name = checkpoint_name(name)
+        return local_shard(self.mesh, name, self._get(f"{name}|{kind}"))
 
     def has_moments(self, name: str) -> bool:
-        return f"{stored_name(name)}|{MOMENTS[0]}" in self.files
+        return f"{checkpoint_name(name)}|{MOMENTS[0]}" in self.files
 
     def _get(self, key: str) -> Tensor:
         if key not in self.files:
@@ -179,7 +179,7 @@ def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps:
         safe_set_full_fp32_param(parameter, weight)
         for kind in MOMENTS if steps and stored.has_moments(name) else ():
             safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
-        with whole([parameter], write=True):
+        with gathered_parameters([parameter], write=True):
             parameter.data.copy_(weight)
 
 

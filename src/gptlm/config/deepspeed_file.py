@@ -7,7 +7,7 @@ from typing import Any
 
 from gptlm.config.parser import LARGEST, Parsed, shown
 from gptlm.errors import UsageError, named
-from gptlm.parallel.zero_config import superseded
+from gptlm.parallel.zero_config import superseded_blocks
 
 SIZES = {  # keys of the file -> flags
     "train_batch_size": "global_batch_size",
@@ -50,7 +50,7 @@ def take_deepspeed(parsed: Parsed) -> Iterator[str]:
     if not file or not parsed.values["do_train"]:
         return
     config = read_deepspeed(file)
-    yield from superseded(config, file)
+    yield from superseded_blocks(config, file)
     for key, flag in SIZES.items():
         yield from _take(parsed, key, flag, config.get(key, "auto"))
     block = config.get("fp16")

@@ -158,7 +158,7 @@ def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
     values = parsed.values
     if not values["bf16"] or values["fp16_opt_level"] == "O0":
         yield f"{named('fp8')} is for the products of bfloat16 training; give --{named('bf16')} with it"
-    if dims.shares_replicas:
+    if dims.is_model_parallel:
         yield (
             f"{named('fp8')} goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in "
             "bfloat16"

@@ -6,7 +6,7 @@ from typing import Any
 from gptlm.compat.paddlenlp import PARALLEL_WORDS
 from gptlm.config.parser import Parsed
 from gptlm.errors import named
-from gptlm.parallel.dims import ParallelDims, bubble
+from gptlm.parallel.dims import ParallelDims, bubble_fraction
 
 PIPELINE_STAGE = "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1"
 
@@ -21,7 +21,7 @@ def not_built(dims: ParallelDims, values: Mapping[str, Any]) -> list[str]:
             f"hand on hidden states only, without documents; use --{named('tensor_parallel_degree')} instead, or "
             f"{named('document_masking')} none"
         )
-    if "document_masking" not in values and dims.shares_replicas:
+    if "document_masking" not in values and dims.is_model_parallel:
         refusals.append(
             f"{named('tensor_parallel_degree')} {dims.tensor} and {named('pipeline_parallel_degree')} "
             f"{dims.pipeline}: fine-tuning runs on replicas only; use --{named('sharding')} stage3 for models that do "
@@ -85,7 +85,7 @@ def _stages(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
             f"the first {layers % stages} stages have {layers // stages + 1} layers, the others {layers // stages}"
         )
     steps = values["gradient_accumulation_steps"]
-    idle = bubble(dims.pipeline, chunks, steps)
+    idle = bubble_fraction(dims.pipeline, chunks, steps)
     parsed.note(
         f"pipeline: {dims.pipeline} stages, {steps} micro-batches in a step: each process waits {idle:.0%} of the time "
         "(more micro-batches make it less)"
@@ -138,7 +138,7 @@ def _shares(stage: str, degree: int, dims: ParallelDims) -> Iterator[str]:
             f"{named('sharding_parallel_degree')} {degree} does not divide the {dims.data} data-parallel replicas "
             f"({dims.world} processes / ({dims.tensor} x {dims.pipeline}))"
         )
-    elif 1 < degree < dims.data and dims.shares_replicas:
+    elif 1 < degree < dims.data and dims.is_model_parallel:
         yield (
             f"{named('sharding_parallel_degree')} {degree} of {dims.data} replicas with tensor or pipeline "
             "parallelism: ZeRO shares over all replicas or none; leave the degree out"

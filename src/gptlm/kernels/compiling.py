@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from gptlm.kernels.fused_gelu import library
+from gptlm.kernels.fused_gelu import load_cublaslt
 from gptlm.kernels.linear_cross_entropy import chunk_loss
 
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks cost less and fill the GPU better
 
 
-def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = True, lengths_vary: bool = False) -> None:
+def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True, lengths_vary: bool = False) -> None:
     """Let the blocks of `model`, a GPTLMHeadModel, and its loss be compiled when they are first used; names stay.
 
     Exchanges between tensor-parallel processes are compiled with what they belong to.
@@ -29,7 +29,9 @@ def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = Tru
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; for what a block
         # computes again, the compiler has to know the numbers' seed
         options: Any = None if block.recompute else {"fallback_random": True}
-        block.mlp.fused = fused and block.recompute != "full" and library() is not None  # its results would be kept
+        block.mlp.fused = (
+            fused and block.recompute != "full" and load_cublaslt() is not None
+        )  # its results would be kept
         if within_hooks:
             block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
         else:
@@ -38,7 +40,7 @@ def compile_network(model: Any, *, within_hooks: bool = False, fused: bool = Tru
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
 
 
-def why_not(device: str) -> str | None:
+def compile_obstacle(device: str) -> str | None:
     """What this machine lacks for compiling, or None."""
     if device == "cpu":
         return None if os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++"))) else "no C++ compiler"

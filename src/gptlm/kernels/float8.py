@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def use_float8(model: Any, *, emulated: bool) -> None:
+def convert_to_float8(model: Any, *, emulated: bool) -> None:
     """Let the four Linear of each block of `model`, a GPTLMHeadModel, multiply in float8; parameters stay the same.
 
     Inputs, weights (e4m3) and gradients (e5m2) of a product are scaled by their largest absolute value, per tensor

@@ -35,7 +35,7 @@ class _Algorithm(ctypes.Structure):
     ]
 
 
-def library() -> Any:
+def load_cublaslt() -> Any:
     """cuBLASLt as torch has it, or None."""
     try:
         return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '0').split('.')[0]}")
@@ -50,7 +50,7 @@ class _Products:
     """
 
     def __init__(self, device: int) -> None:
-        self.calls = library()
+        self.calls = load_cublaslt()
         self.handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             _check(self.calls.cublasLtCreate(ctypes.byref(self.handle)))
@@ -190,13 +190,13 @@ class _FeedForward(torch.autograd.Function):
         return inner @ up, inner.T @ x, inner.sum(0), gradient.T @ hidden, gradient.sum(0)
 
 
-def feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+def fused_feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
     """`down(GELU(up(x)))`, (..., D) -> (..., D), in half precision."""
     flat = x.reshape(-1, x.shape[-1])
     return _FeedForward.apply(flat, up.weight, up.bias, down.weight, down.bias).view(x.shape)
 
 
-def fits(x: Tensor, up: nn.Module, down: nn.Module) -> bool:
+def supports_fused(x: Tensor, up: nn.Module, down: nn.Module) -> bool:
     """Whether both are plain Linear layers in the half precision of `x`."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear and up.bias is not None and down.bias is not None
     return plain and x.dtype in TYPES and up.weight.dtype == x.dtype == down.weight.dtype  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gptlm.disk import apply_umask
-from gptlm.kernels.fused_gelu import feed_forward, fits
+from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
 from gptlm.kernels.linear_cross_entropy import summed_loss
 from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.model.files import CONV1D_WEIGHTS
@@ -112,8 +112,8 @@ class MLP(nn.Module):
         self.fused = False  # GELU may be computed inside the matrix products, where they are compiled
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused and torch.compiler.is_compiling() and fits(x, self.c_fc, self.c_proj):
-            return self.dropout(feed_forward(x, self.c_fc, self.c_proj))
+        if self.fused and torch.compiler.is_compiling() and supports_fused(x, self.c_fc, self.c_proj):
+            return self.dropout(fused_feed_forward(x, self.c_fc, self.c_proj))
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from gptlm.quiet import quiet_deepspeed
 from gptlm.ranks import become_single_process, is_launched
 
 
-def start_deepspeed(*, on_cpu: bool) -> None:
+def setup_deepspeed(*, on_cpu: bool) -> None:
     """Import DeepSpeed without its chatter; a process that no launcher started becomes a group of one."""
     if not is_launched():
         become_single_process()
@@ -31,7 +30,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch._C._nn.linear(x, weight, bias)
 
 
-def build_sharded(empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module], None], config: dict[str, Any]) -> Any:
+def build_zero3_model(
+    empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module], None], config: dict[str, Any]
+) -> Any:
     """A model for ZeRO stage 3, of which a rank never holds more than its share and one module.
 
     Args:
@@ -56,7 +57,7 @@ def build_sharded(empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module]
 
 
 @contextmanager
-def whole(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+def gathered_parameters(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[None]:
     """Inside, `parameters` have their full values on every rank; with `write`, rank 0's changes reach all."""
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     if not sharded:
@@ -66,95 +67,6 @@ def whole(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[No
 
     with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
         yield
-
-
-class ProcessGroups:
-    """The `mpu` by which DeepSpeed learns its groups, given the three of data and the three of model parallelism."""
-
-    def get_model_parallel_group(self) -> Any:
-        raise NotImplementedError
-
-    def get_model_parallel_rank(self) -> int:
-        raise NotImplementedError
-
-    def get_model_parallel_world_size(self) -> int:
-        raise NotImplementedError
-
-    def get_tensor_model_parallel_group(self) -> Any:
-        return self.get_model_parallel_group()
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.get_model_parallel_rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.get_model_parallel_world_size()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, `deepspeed.initialize` makes engines that use these groups."""
-        import deepspeed
-
-        original = deepspeed.initialize
-        deepspeed.initialize = partial(original, mpu=self)
-        try:
-            yield
-        finally:
-            deepspeed.initialize = original
-
-
-class ShardGroups(ProcessGroups):
-    """Data-parallel ranks in groups that share one optimizer state; the groups are replicas of each other.
-
-    ZeRO shards inside a group, and `average` brings the gradients of the replicas together before a step.
-
-    Args:
-        degree: ranks per group; divides the world.
-    """
-
-    def __init__(self, degree: int):
-        world, rank = dist.get_world_size(), dist.get_rank()
-        shards = [dist.new_group(list(range(start, start + degree))) for start in range(0, world, degree)]
-        replicas = [dist.new_group(list(range(offset, world, degree))) for offset in range(degree)]
-        alone = [dist.new_group([single]) for single in range(world)]
-        self.degree, self.replicas = degree, world // degree
-        self.shard_group, self.replica_group = shards[rank // degree], replicas[rank % degree]
-        self.rank_in_shard, self.alone = rank % degree, alone[rank]
-
-    def get_data_parallel_group(self) -> Any:
-        return self.shard_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.rank_in_shard
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.degree
-
-    def get_model_parallel_group(self) -> Any:
-        return self.alone
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def average(self, zero_optimizer: Any) -> None:
-        """Mean over the replicas of the gradients this rank updates with (ZeRO stage 1)."""
-        for gradients in zero_optimizer.averaged_gradients.values():
-            for gradient in gradients or ():
-                dist.all_reduce(gradient, group=self.replica_group)
-                gradient /= self.replicas
-
-    def attach(self, engine: Any) -> None:
-        """Average over the replicas before each step of `engine`."""
-        optimizer = engine.optimizer
-        step = optimizer.step
-
-        def averaged_step(*arguments: Any, **more: Any) -> Any:
-            self.average(optimizer)
-            return step(*arguments, **more)
-
-        optimizer.step = averaged_step
 
 
 class ZeroLossScale:
@@ -201,6 +113,6 @@ class ZeroLossScale:
         zero_optimizer.step = counted_step
 
 
-def as_float(tensor: torch.Tensor) -> torch.Tensor:
+def to_cpu_float32(tensor: torch.Tensor) -> torch.Tensor:
     """A float32 copy in host memory."""
     return tensor.detach().float().cpu().contiguous()

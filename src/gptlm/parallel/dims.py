@@ -25,7 +25,7 @@ class ParallelDims:
         return self.world // (self.tensor * self.pipeline)
 
     @property
-    def shares_replicas(self) -> bool:
+    def is_model_parallel(self) -> bool:
         """Whether several processes hold one replica together."""
         return self.tensor * self.pipeline > 1
 
@@ -48,6 +48,6 @@ class ParallelDims:
         return cls(world, tensor, pipeline)
 
 
-def bubble(stages: int, chunks: int, micro_batches: int) -> float:
+def bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
     """The share of a step in which a process waits: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)

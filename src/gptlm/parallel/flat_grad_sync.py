@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class ZeroAtOnce:
+class FlatGradSync:
     """Brings the gradients of a step to where DeepSpeed's ZeRO optimizer steps them, group by group.
 
     DeepSpeed has a hook, copies, a check and a norm for each parameter, which took some 90 ms a step on two H200 at
@@ -18,7 +18,7 @@ class ZeroAtOnce:
     the end of the passes, when activations are gone; DeepSpeed's stage 2 holds a share of them.
 
     Processes that share a replica hold different weights, and some the same: the global norm counts each weight once,
-    where its `model_parallel` is set (see `parallel.apply`).
+    where its `model_parallel` is set (see `parallel.parallelize`).
 
     Args:
         engine: DeepSpeed's, of stage 1 or 2 with half-precision weights.
@@ -62,26 +62,26 @@ class ZeroAtOnce:
         return found
 
     @cached_property
-    def places(self) -> list[Tensor]:
+    def gradient_views(self) -> list[Tensor]:
         """Where gradients of several passes may be added up, one tensor per weight; from there they are not copied."""
         self._placed = self._empty()
         return self._views(self._placed)
 
     @torch.no_grad()
-    def gathered_gradients(self) -> list[Tensor]:
+    def flat_gradients(self) -> list[Tensor]:
         """The gradients of each parameter group end to end, taken from the weights."""
         if self._sums is not None:
             return self._sums
         flats = self._empty() if self._placed is None else self._placed
-        views = self.places if flats is self._placed else self._views(flats)
-        put_together(views, self.weights, zero=flats is not self._placed)
+        views = self.gradient_views if flats is self._placed else self._views(flats)
+        flatten_gradients(views, self.weights, zero=flats is not self._placed)
         return flats
 
     @torch.no_grad()
     def step(self, gathered: list[Tensor] | None = None) -> None:
         """One optimizer step with the gradients of the weights, or with `gathered` ones."""
         groups = self.optimizer.real_dp_process_group
-        for number, flat in enumerate(self.gathered_gradients() if gathered is None else gathered):
+        for number, flat in enumerate(self.flat_gradients() if gathered is None else gathered):
             self.optimizer.averaged_gradients[number] = [_mean_share(flat, groups[number])]
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
@@ -115,7 +115,7 @@ class ZeroAtOnce:
 
 
 @torch.no_grad()
-def put_together(places: list[Tensor], weights: list[Any], *, zero: bool) -> None:
+def flatten_gradients(places: list[Tensor], weights: list[Any], *, zero: bool) -> None:
     """Bring the gradients of `weights` to their `places` and take them from the weights; what is there is not copied.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gptlm.parallel.process_groups import Mesh
-from gptlm.parallel.sharding import EMBEDDING, OUTPUT, ids_of, kind_of, layers_of, part_of
+from gptlm.parallel.sharding import EMBEDDING, OUTPUT, shard, split_of, stage_layers, vocab_range
 from gptlm.parallel.tensor import (
     ColumnLinear,
     RowLinear,
@@ -73,7 +73,7 @@ def own_layers(mesh: Mesh, count: int, chunks: int) -> list[int]:
     """The layers of this process: those of its stages, `pipeline` apart where there are several chunks."""
     stages = mesh.dims.pipeline * chunks
     own = range(mesh.pipeline_rank, stages, mesh.dims.pipeline)
-    return [layer for stage in own for layer in layers_of(stage, stages, count)]
+    return [layer for stage in own for layer in stage_layers(stage, stages, count)]
 
 
 def _belongs(name: str, mesh: Mesh, layers: list[int]) -> bool:
@@ -90,7 +90,7 @@ def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
     if degree == 1:
         return module
     values = {
-        own: part_of(f"{name}.{own}", tensor.data, mesh.tensor_rank, degree)
+        own: shard(f"{name}.{own}", tensor.data, mesh.tensor_rank, degree)
         for own, tensor in module.named_parameters(recurse=False)
     }
     group = mesh.tensor_group
@@ -100,7 +100,7 @@ def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
     if isinstance(module, nn.LayerNorm):
         return SequenceLayerNorm(values["weight"], values["bias"], module.eps, group) if sequence else module
     if name + ".weight" == EMBEDDING:
-        first = ids_of(mesh.tensor_rank, degree, module.weight.shape[0]).start
+        first = vocab_range(mesh.tensor_rank, degree, module.weight.shape[0]).start
         return VocabularyEmbedding(values["weight"], group, sequence, first)
     return SequencePositions(values["weight"], group) if sequence else module
 
@@ -111,7 +111,7 @@ def _tie(model: Any, whole: nn.Module, mesh: Mesh) -> None:
     if mesh.is_last_stage and mesh.is_first_stage:
         model.lm_head.weight = model.transformer.wte.weight
     elif mesh.is_last_stage:
-        share = part_of(EMBEDDING, whole.weight.data, mesh.tensor_rank, mesh.dims.tensor)  # type: ignore[union-attr, arg-type]
+        share = shard(EMBEDDING, whole.weight.data, mesh.tensor_rank, mesh.dims.tensor)  # type: ignore[union-attr, arg-type]
         model.lm_head.weight = nn.Parameter(share)
 
 
@@ -123,12 +123,12 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.device) -> None:
     """The loss over all shares of the vocabulary, own dropout where work is split, and who counts for the norm."""
     if mesh.dims.tensor > 1:
-        first = ids_of(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
+        first = vocab_range(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
         model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
         for module in model.modules():
             if hasattr(module, "core_context"):
                 module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
     for name, parameter in model.named_parameters():
         second = name == OUTPUT and not mesh.is_first_stage  # the copy of the embedding counts on the first stage
-        split = bool(kind_of(name))
+        split = bool(split_of(name))
         parameter.model_parallel = parameter.tensor_model_parallel = (split or mesh.tensor_rank == 0) and not second

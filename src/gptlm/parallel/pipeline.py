@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from gptlm.parallel.process_groups import Mesh
-from gptlm.parallel.sharding import layers_of
+from gptlm.parallel.sharding import stage_layers
 
 
 class Stage(nn.Module):
@@ -101,7 +101,7 @@ class Pipeline:
             self._evaluations[tuple(ids.shape)] = self._schedule(count, training=False)
         return self._run(self._evaluations[tuple(ids.shape)].eval, ids, targets)
 
-    def join_tied_gradients(self, gradient: Callable[[nn.Parameter], Tensor]) -> None:
+    def all_reduce_tied_gradients(self, gradient: Callable[[nn.Parameter], Tensor]) -> None:
         """The embedding's gradient is that of its use on the first stage and of its use on the last.
 
         Args:
@@ -135,7 +135,9 @@ class Pipeline:
         found: list[PipelineStage] = []
         for number in range(self.mesh.pipeline_rank, count, dims.pipeline):
             first, last = number == 0, number == count - 1
-            module = Stage(self.model, layers_of(number, count, layers), first=first, last=last, context=self.context)
+            module = Stage(
+                self.model, stage_layers(number, count, layers), first=first, last=last, context=self.context
+            )
             found.append(_MovingStage(module, number, count, self.device, group=self.mesh.pipeline_group))
         return found
 

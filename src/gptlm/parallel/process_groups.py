@@ -5,15 +5,51 @@ each other. A mesh is also the `mpu` by which DeepSpeed learns its groups: ZeRO 
 only, and the gradient norm is taken over all that share a replica.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from gptlm.parallel.deepspeed import ProcessGroups
 from gptlm.parallel.dims import ParallelDims
 
 
-class Mesh(ProcessGroups):
+class Mpu:
+    """The `mpu` by which DeepSpeed learns its groups, given the three of data and the three of model parallelism."""
+
+    def get_model_parallel_group(self) -> Any:
+        raise NotImplementedError
+
+    def get_model_parallel_rank(self) -> int:
+        raise NotImplementedError
+
+    def get_model_parallel_world_size(self) -> int:
+        raise NotImplementedError
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.get_model_parallel_group()
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.get_model_parallel_rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.get_model_parallel_world_size()
+
+    @contextmanager
+    def as_mpu(self) -> Iterator[None]:
+        """Inside, `deepspeed.initialize` makes engines that use these groups."""
+        import deepspeed
+
+        original = deepspeed.initialize
+        deepspeed.initialize = partial(original, mpu=self)
+        try:
+            yield
+        finally:
+            deepspeed.initialize = original
+
+
+class Mesh(Mpu):
     """The process groups of this process. Every process has to make it, at the same time.
 
     Attributes:
@@ -80,3 +116,58 @@ def _own(groups: list[list[int]]) -> Any:
     """Make all `groups`; the one that holds this process, or None."""
     made = [(ranks, dist.new_group(ranks)) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+
+class ShardGroups(Mpu):
+    """Data-parallel ranks in groups that share one optimizer state; the groups are replicas of each other.
+
+    ZeRO shards inside a group, and `average` brings the gradients of the replicas together before a step.
+
+    Args:
+        degree: ranks per group; divides the world.
+    """
+
+    def __init__(self, degree: int):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        shards = [dist.new_group(list(range(start, start + degree))) for start in range(0, world, degree)]
+        replicas = [dist.new_group(list(range(offset, world, degree))) for offset in range(degree)]
+        alone = [dist.new_group([single]) for single in range(world)]
+        self.degree, self.replicas = degree, world // degree
+        self.shard_group, self.replica_group = shards[rank // degree], replicas[rank % degree]
+        self.rank_in_shard, self.alone = rank % degree, alone[rank]
+
+    def get_data_parallel_group(self) -> Any:
+        return self.shard_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank_in_shard
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.degree
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def average(self, zero_optimizer: Any) -> None:
+        """Mean over the replicas of the gradients this rank updates with (ZeRO stage 1)."""
+        for gradients in zero_optimizer.averaged_gradients.values():
+            for gradient in gradients or ():
+                dist.all_reduce(gradient, group=self.replica_group)
+                gradient /= self.replicas
+
+    def attach(self, engine: Any) -> None:
+        """Average over the replicas before each step of `engine`."""
+        optimizer = engine.optimizer
+        step = optimizer.step
+
+        def averaged_step(*arguments: Any, **more: Any) -> Any:
+            self.average(optimizer)
+            return step(*arguments, **more)
+
+        optimizer.step = averaged_step

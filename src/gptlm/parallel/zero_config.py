@@ -30,7 +30,7 @@ KNOWN = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunSettings:
     """What the flags of a run say about things that a DeepSpeed configuration speaks of, too.
 
     Attributes:
@@ -89,12 +89,12 @@ def stage_of(config: dict[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def brings_whole_blocks(config: dict[str, Any]) -> bool:
+def gathers_whole_blocks(config: dict[str, Any]) -> bool:
     """Whether a `filled` configuration of stage 3 lets the weights of a block come and go together."""
     return config["zero_optimization"].get("leaf_module") == TOGETHER["leaf_module"]
 
 
-def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed configuration") -> dict[str, Any]:
+def fill_auto(config: dict[str, Any], wanted: RunSettings, name: str = "the DeepSpeed configuration") -> dict[str, Any]:
     """`config` with every "auto" the flags decide, and what they ask for beyond.
 
     Raises:
@@ -102,7 +102,7 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
     """
     config = copy.deepcopy(config)
     _check_form(config, name)
-    problems = superseded(config, name)
+    problems = superseded_blocks(config, name)
     sizes = {
         "train_micro_batch_size_per_gpu": (wanted.micro_batch, "per_device_train_batch_size"),
         "gradient_accumulation_steps": (wanted.accumulation, "gradient_accumulation_steps"),
@@ -131,7 +131,7 @@ def filled(config: dict[str, Any], wanted: Wanted, name: str = "the DeepSpeed co
     return config
 
 
-def superseded(config: dict[str, Any], name: str) -> list[str]:
+def superseded_blocks(config: dict[str, Any], name: str) -> list[str]:
     """What is wrong with blocks of things that are done here without DeepSpeed."""
     return [f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config]
 
@@ -150,7 +150,7 @@ def _check_form(config: dict[str, Any], name: str) -> None:
             raise UsageError(f"{name}: {key} is no key of DeepSpeed{f'; did you mean {near[0]}?' if near else ''}")
 
 
-def _fill_precision(config: dict[str, Any], wanted: Wanted, name: str) -> list[str]:
+def _fill_precision(config: dict[str, Any], wanted: RunSettings, name: str) -> list[str]:
     """O2 is DeepSpeed's own half precision, O1 its torch_autocast."""
     problems = []
     for kind in ("fp16", "bf16"):

@@ -181,7 +181,7 @@ def _buffers(own: float, layout: Layout, bucket: int) -> float:
     copies = own * 2 if layout.precision == "O1" else 0.0
     if layout.tensor > 1 or layout.pipeline > 1:
         if layout.precision == "O2" and layout.stage < 3:
-            return copies  # gradients are exchanged in one go, see parallel/at_once.py
+            return copies  # gradients are exchanged in one go, see parallel/flat_grad_sync.py
         return copies + 2 * bucket * item  # one fills while the other is reduced; made whole whatever is in them
     if layout.data == 1:
         return copies

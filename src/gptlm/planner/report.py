@@ -3,7 +3,7 @@
 import shlex
 
 from gptlm.errors import GptlmError
-from gptlm.parallel.dims import bubble
+from gptlm.parallel.dims import bubble_fraction
 from gptlm.planner.args import PlanJob, cluster_of, precision_of, sizes_of, words_of
 from gptlm.planner.memory import GIB, Layout, Sizes
 from gptlm.planner.search import Candidate, Cluster, candidates, smallest
@@ -45,7 +45,7 @@ def command(job: PlanJob, layout: Layout) -> str:
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
     layout = candidate.layout
     stages, chunks = layout.pipeline, layout.chunks
-    waiting = bubble(stages, chunks, layout.accumulation)
+    waiting = bubble_fraction(stages, chunks, layout.accumulation)
     numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, layout.stage, layout.micro)
     return (
         *map(str, numbers),

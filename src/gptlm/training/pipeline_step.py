@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlm.parallel.deepspeed import whole
-from gptlm.parallel.gather import assembled, own_part, stored_name
+from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import checkpoint_name, gather_tensors, local_shard
 from gptlm.training.step import SteppingTrainer
 
 
@@ -89,10 +89,10 @@ class LayoutTrainer(SteppingTrainer):
         factor = self.args.world_size * scale / num_items_in_batch
         loss = self.pipeline.step(inputs["input_ids"], inputs["shift_labels"], factor)
         if self.zero_at_once:
-            self.pipeline.join_tied_gradients(self.zero_at_once.gradient)
+            self.pipeline.all_reduce_tied_gradients(self.zero_at_once.gradient)
             self.zero_at_once.step()
         else:
-            self.pipeline.join_tied_gradients(attrgetter("grad"))
+            self.pipeline.all_reduce_tied_gradients(attrgetter("grad"))
             engine: Any = self.model_wrapped
             engine.set_gradient_accumulation_boundary(True)
             engine.optimizer.reduce_gradients(pipeline_parallel=True)
@@ -109,11 +109,11 @@ class LayoutTrainer(SteppingTrainer):
 
     def whole_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Shares of the model's tensors as whole ones, on every process."""
-        return tensors if self.mesh is None else assembled(self.mesh, tensors)
+        return tensors if self.mesh is None else gather_tensors(self.mesh, tensors)
 
     @torch.no_grad()
     def put(self, parameters: list[tuple[str, torch.nn.Parameter]], get: Callable[[str], Tensor]) -> None:
         """Give `parameters` the values that `get` has under the whole model's names."""
         for name, parameter in parameters:
-            with whole([parameter], write=True):
-                parameter.copy_(own_part(self.mesh, name, get(stored_name(name))))
+            with gathered_parameters([parameter], write=True):
+                parameter.copy_(local_shard(self.mesh, name, get(checkpoint_name(name))))

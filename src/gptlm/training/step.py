@@ -20,8 +20,9 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from gptlm.errors import GptlmError, reason_of
-from gptlm.parallel.deepspeed import ShardGroups, ZeroLossScale
-from gptlm.parallel.flat_grad_sync import ZeroAtOnce
+from gptlm.parallel.deepspeed import ZeroLossScale
+from gptlm.parallel.flat_grad_sync import FlatGradSync
+from gptlm.parallel.process_groups import ShardGroups
 from gptlm.training.cuda_graphs import RecordedPasses, Tensors
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
@@ -84,7 +85,7 @@ class SteppingTrainer(Trainer):
         self.in_float32 = master_grad
         self.master_grad = master_grad and self.half_weights  # else DeepSpeed's gradients are meant
         self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
-        self.zero_at_once: ZeroAtOnce | None = None
+        self.zero_at_once: FlatGradSync | None = None
         self._gathered: Any = None  # gradients of this step that are put together already
         # with master_grad each micro-batch is reduced before it is added up
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad and not exchanged_at_once
@@ -121,7 +122,7 @@ class SteppingTrainer(Trainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         shards = ShardGroups(self.shard_degree) if self.shard_degree else None
         groups = shards or self.groups
-        with groups.applied() if groups else nullcontext():
+        with groups.as_mpu() if groups else nullcontext():
             try:
                 prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
             except (AttributeError, ImportError, RuntimeError, OSError) as error:
@@ -133,7 +134,7 @@ class SteppingTrainer(Trainer):
         if self.is_deepspeed_enabled and self.loss_scale is not None:
             ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
         if self.is_deepspeed_enabled and self.exchanged_at_once:
-            self.zero_at_once = ZeroAtOnce(self.model_wrapped, in_float32=self.in_float32)
+            self.zero_at_once = FlatGradSync(self.model_wrapped, in_float32=self.in_float32)
         return prepared
 
     def _prepare_inputs(self, inputs):
@@ -185,7 +186,7 @@ class SteppingTrainer(Trainer):
             loss: Any = self.compute_loss(self.network, inputs, num_items_in_batch=given[ITEMS])
         (loss * self._scale if self.loss_scale is not None else loss).backward()
         gatherer = None if self.master_grad or not self._one_pass else self.zero_at_once or self.master_optimizer
-        return loss.detach(), gatherer.gathered_gradients() if gatherer else None
+        return loss.detach(), gatherer.flat_gradients() if gatherer else None
 
     @cached_property
     def recorded_passes(self) -> RecordedPasses:
@@ -194,9 +195,9 @@ class SteppingTrainer(Trainer):
         sums = None
         if not self._one_pass:
             if self.zero_at_once:
-                weights, sums = self.zero_at_once.weights, self.zero_at_once.places
+                weights, sums = self.zero_at_once.weights, self.zero_at_once.gradient_views
             elif self.master_optimizer:
-                weights, sums = self.master_optimizer.weights, self.master_optimizer.gradient_places
+                weights, sums = self.master_optimizer.weights, self.master_optimizer.gradient_views
             else:
                 sums = [torch.zeros_like(weight) for weight in weights]
         return RecordedPasses(self._passes, weights, sums)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError
-from gptlm.kernels.compiling import compile_network, why_not
-from gptlm.kernels.float8 import use_float8
+from gptlm.kernels.compiling import compile_model, compile_obstacle
+from gptlm.kernels.float8 import convert_to_float8
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.parallel.zero_config import brings_whole_blocks, stage_of
+from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
 from gptlm.ranks import local_world_size
 from gptlm.recipes.common.deepspeed import shard_groups
 from gptlm.recipes.common.device import Machine
@@ -43,10 +43,10 @@ def speed_arguments(
     float8_if_wanted(run, model, machine.device, stage=stage)
     compiled = compile_if_wanted(run, model, machine.device, deepspeed, default=compiled, lengths_vary=lengths_vary)
     parameters = model.num_parameters()
-    if run.dims.shares_replicas:
+    if run.dims.is_model_parallel:
         parameters = largest_of_all(parameters)  # stages differ, and all have to decide alike
     at_once = exchanged_at_once(run, machine, parameters, groups=shard_groups(run, deepspeed) is not None)
-    alone = not run.dims.shares_replicas and (at_once or (run.dims.world == 1 and deepspeed is None))
+    alone = not run.dims.is_model_parallel and (at_once or (run.dims.world == 1 and deepspeed is None))
     passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
     return {"exchanged_at_once": at_once, "recorded": passes}
 
@@ -69,12 +69,12 @@ def compile_if_wanted(
     if not (default and device == "cuda" if wanted is None else wanted):
         return False
     sharded = stage_of(deepspeed or {}) == 3
-    obstacle = why_not(device)
-    if sharded and not brings_whole_blocks(deepspeed or {}):
+    obstacle = compile_obstacle(device)
+    if sharded and not gathers_whole_blocks(deepspeed or {}):
         obstacle = "ZeRO stage 3 brings each weight by itself here, as with adapters (stage 2 does not)"
     if obstacle is None:
         fused = run.dims.pipeline == 1
-        compile_network(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
+        compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
         return True
     if wanted:
@@ -107,7 +107,7 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
     dims, sharding = run.dims, run.parallel.sharding
     if dims.world == 1 or groups or not machine.half_weights or run.parallel.deepspeed:
         return False
-    zero = bool(sharding) or dims.shares_replicas  # DeepSpeed steps
+    zero = bool(sharding) or dims.is_model_parallel  # DeepSpeed steps
     in_float32 = run.training.amp_master_grad
     if zero and ("stage3" in sharding or "offload" in sharding or (in_float32 and dims.pipeline == 1)):
         return False
@@ -181,5 +181,5 @@ def float8_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, stage: int
     if run.training.fp8:
         if stage == 3:
             raise UsageError("--fp8 goes without ZeRO stage 3, which takes the weights apart; use stage 1 or 2")
-        use_float8(model, emulated=device == "cpu")
+        convert_to_float8(model, emulated=device == "cpu")
         logger.info("the blocks' matrix products are float8; weights, checkpoints and all else are as without --fp8")

@@ -7,7 +7,7 @@ from gptlm.config.deepspeed_file import SIZES, read_deepspeed
 from gptlm.config.run import Run
 from gptlm.config.validate_layout import PIPELINE_STAGE
 from gptlm.errors import UsageError, reason_of
-from gptlm.parallel.zero_config import Wanted, filled, stage_of, zero_config
+from gptlm.parallel.zero_config import RunSettings, fill_auto, stage_of, zero_config
 from gptlm.recipes.common.device import Machine, precision_of
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     else:
         words = parallel.sharding.replace(",", " ").replace("_", " ").split()
         shares = run.dims.data > 1 and parallel.sharding_parallel_degree > 1
-        if not run.dims.shares_replicas and (not words or not (shares or "offload" in words)):
+        if not run.dims.is_model_parallel and (not words or not (shares or "offload" in words)):
             return None
         stage = next(
             (int(word[-1]) for word in words if word.startswith("stage")), 1
@@ -46,7 +46,7 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
                 "DeepSpeed would add gradients up in half precision; leave one of them out"
             )
         config.setdefault("zero_optimization", {})["overlap_comm"] = False  # gradients are added up over a whole step
-    config = filled(config, _wanted(run, machine), name)
+    config = fill_auto(config, _wanted(run, machine), name)
     if parallel.deepspeed:
         _check_zero(config, name)
     return config
@@ -67,16 +67,16 @@ def check_file(run: Run) -> None:
 def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
     """Ranks that share one optimizer state under stage 1, where they are fewer than all; else None."""
     degree = run.parallel.sharding_parallel_degree
-    if config is None or run.dims.shares_replicas:
+    if config is None or run.dims.is_model_parallel:
         return None
     if not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
         return None
     return degree
 
 
-def _wanted(run: Run, machine: Machine) -> Wanted:
+def _wanted(run: Run, machine: Machine) -> RunSettings:
     training, degree = run.training, run.parallel.sharding_parallel_degree
-    return Wanted(
+    return RunSettings(
         micro_batch=run.step_batch,
         accumulation=run.step_accumulation,
         replicas=run.dims.data,

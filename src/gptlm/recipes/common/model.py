@@ -22,7 +22,7 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer
-from gptlm.parallel.deepspeed import build_sharded
+from gptlm.parallel.deepspeed import build_zero3_model
 from gptlm.parallel.parallelize import parallelize
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.zero_config import stage_of
@@ -97,7 +97,7 @@ def make_model(
         if mesh is not None:
             model = _parallel_model(run, config, partial(_fill, stored), mesh)
         else:
-            model = build_sharded(lambda: blank_model(config), partial(_fill, stored), deepspeed or {})
+            model = build_zero3_model(lambda: blank_model(config), partial(_fill, stored), deepspeed or {})
     elif run.model.continue_training:
         model = load_model(
             weights_folder(run),

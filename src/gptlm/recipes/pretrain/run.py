@@ -10,7 +10,7 @@ from gptlm.checkpoint import folder as checkpoint
 from gptlm.compat.log_lines import flops_per_sample
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.splits import Corpus, open_corpora
-from gptlm.parallel.deepspeed import start_deepspeed
+from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.parallel.process_groups import Mesh
 from gptlm.planner.args import sizes_of
 from gptlm.recipes.common.acceleration import speed_arguments
@@ -70,7 +70,7 @@ def _run(
     training = run.training
     deepspeed = deepspeed_config(run, machine)
     if deepspeed is not None:
-        start_deepspeed(on_cpu=machine.device == "cpu")
+        setup_deepspeed(on_cpu=machine.device == "cpu")
     arguments = hf_arguments(run, machine, deepspeed)
     say_data(run, corpora)
     datasets = build_datasets(run, corpora)
@@ -80,7 +80,7 @@ def _run(
     say_evaluations(run, corpora, datasets)
     say_run(run, run.batch.total * training.max_steps, run.data.max_seq_length)
     set_seed(training.seed)
-    mesh = Mesh(run.dims) if run.dims.shares_replicas else None
+    mesh = Mesh(run.dims) if run.dims.is_model_parallel else None
     model = make_model(run, tokenizer, deepspeed, mesh)
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]

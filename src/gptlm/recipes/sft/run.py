@@ -18,7 +18,7 @@ from gptlm.model.adapter_files import settings_of
 from gptlm.model.files import shape_of_config
 from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_of_other_base
 from gptlm.model.tokenizer import fit_to_model
-from gptlm.parallel.deepspeed import start_deepspeed
+from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import speed_arguments
 from gptlm.recipes.common.deepspeed import deepspeed_config
@@ -94,7 +94,7 @@ def _run(
     """Everything that needs the process group."""
     deepspeed = deepspeed_config(run, machine)
     if deepspeed is not None:
-        start_deepspeed(on_cpu=machine.device == "cpu")
+        setup_deepspeed(on_cpu=machine.device == "cpu")
     arguments = hf_arguments(run, machine, deepspeed)
     say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
     set_seed(run.training.seed)

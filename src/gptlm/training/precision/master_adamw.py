@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptlm.kernels.compiling import why_not
-from gptlm.parallel.flat_grad_sync import put_together
+from gptlm.kernels.compiling import compile_obstacle
+from gptlm.parallel.flat_grad_sync import flatten_gradients
 
 ALIGNED = 64  # elements; each weight begins at a multiple
 EAGER = 1 << 24  # elements updated together where passes are not fused: what temporary values need
@@ -61,7 +61,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self._placed: Tensor | None = None  # where gradients are added up in half precision
         self._gradient, self._factor, self._idle = torch.zeros(0), torch.ones(()), set[int]()  # until they are taken
         self._update: Callable[..., None] = _in_pieces
-        if fused and self.weights[0].is_cuda and why_not("cuda") is None:
+        if fused and self.weights[0].is_cuda and compile_obstacle("cuda") is None:
             self._update = torch.compile(adamw_, dynamic=True)
 
     def tensors(self, weight: Tensor) -> dict[str, Tensor]:
@@ -83,15 +83,15 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self.added = True
 
     @torch.no_grad()
-    def gathered_gradients(self) -> Tensor:
+    def flat_gradients(self) -> Tensor:
         """The gradients of all weights end to end, in their precision, taken from the weights.
 
-        They are `gradient_places` if those were asked for, else a tensor that lives until it is used.
+        They are `gradient_views` if those were asked for, else a tensor that lives until it is used.
         """
         self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
         flat = self._zeros(self.weights[0].dtype) if self._placed is None else self._placed
-        views = self.gradient_places if flat is self._placed else self._views(flat)
-        put_together(views, self.weights, zero=flat is not self._placed)
+        views = self.gradient_views if flat is self._placed else self._views(flat)
+        flatten_gradients(views, self.weights, zero=flat is not self._placed)
         return flat
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         if self.added:
             self._gradient, self.added = self._sum, False
         else:
-            self._gradient = self.gathered_gradients() if gathered is None else gathered
+            self._gradient = self.flat_gradients() if gathered is None else gathered
         self._factor = torch.ones((), device=self._gradient.device)
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         return {weight: number for number, weight in enumerate(self.weights)}
 
     @cached_property
-    def gradient_places(self) -> list[Tensor]:
+    def gradient_views(self) -> list[Tensor]:
         """Where gradients of several passes may be added up, one tensor per weight; from there they are not copied."""
         self._placed = self._zeros(self.weights[0].dtype)
         return self._views(self._placed)
