@@ -96,7 +96,7 @@ def test_the_words_of_several_originals():
     lines = str(error.value).splitlines()
     assert lines == [
         "--hidden-size 30 is not a multiple of --num-attention-heads 4; 28 would be",
-        "--lr -1: expected a finite number, 0 or more",
+        "--lr -1: expected at least 0",
     ]
 
 

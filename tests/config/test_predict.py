@@ -27,7 +27,7 @@ def test_words_of_the_originals():
         ("--num_beams 0", "expected at least 1"),
         ("--min_new_tokens 9 --tgt_length 8", r"expected at most --tgt_length \(8\)"),
         ("--min_new_tokens 900", r"expected at most --tgt_length \(200, its default\)"),
-        ("--min_new_tokens -1", "expected 0 or more"),
+        ("--min_new_tokens -1", "expected at least 0"),
         ("--repetition_penalty 0", "--repetition_penalty 0: expected more than 0"),
         ("--repetition_penalty nan", "repetition_penalty"),
         ("--length_penalty inf", "length_penalty"),

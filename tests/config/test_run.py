@@ -172,7 +172,7 @@ def test_the_world_comes_from_the_launcher():
         ("--per_device_train_batch_size 0", "--per_device_train_batch_size 0"),
         ("--micro_batch_size 0", "--micro_batch_size 0"),
         ("--learning_rate nan", "learning_rate"),
-        ("--warmup_ratio 1.5", "between 0 and 1"),
+        ("--warmup_ratio 1.5", "expected 0 to 1"),
         ("--max_steps 0", "max_steps 0"),
         ("--sharding stage9", "stage9"),
         ("--sharding offload", "exactly one"),
@@ -326,7 +326,9 @@ def test_a_share_of_warm_up_wins_over_a_ratio_as_steps_do():
 def test_steps_are_whole_numbers_or_shares():
     for name in SHARES[1:]:
         for value in ("1.5", "-0.1", "inf", "nan", "1e30"):
-            with pytest.raises(UsageError, match=f"--{name} .*expected at least 1 step, a whole number, or a share"):
+            with pytest.raises(
+                UsageError, match=f"--{name} .*expected a whole number of at least 1 step, or a fraction"
+            ):
                 resolve(BASE + f"--do_train --do_eval --{name} {value}")
         assert resolve(BASE + f"--do_train --do_eval --{name} 20.0 --eval_steps 20")["run"][name] == 20
     base = BASE + "--do_train --do_eval --load_best_model_at_end "

@@ -72,7 +72,7 @@ def test_the_printed_command_resolves(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--num_gpus 0", "--num_gpus 0: expected more than 0"),
+        ("--num_gpus 0", "--num_gpus 0: expected at least 1"),
         ("--num_gpuss 8", "--num_gpuss is unknown; did you mean --num_gpus?"),
         ("--num_gpu 4", "--num_gpu is unknown; did you mean --num_gpus?"),
         ("--num-gpus-per-node 4", "--num-gpus-per-node: the cards to plan for are --num_gpus in all"),

@@ -87,12 +87,12 @@ def test_other_errors_stay_what_they_are():
 def test_the_flag(tmp_path):
     words = f"--model_name_or_path gpt2-medium-en --input_dir {tmp_path} --output_dir {tmp_path}/o --max_steps 3"
     assert parse_pretrain([*words.split(), "--ddp_timeout", "7"], {}).training.ddp_timeout == 7
-    with pytest.raises(UsageError, match="--ddp_timeout 0: expected at least 1"):
+    with pytest.raises(UsageError, match="--ddp_timeout 0: expected 1 to 1000000000 seconds"):
         parse_pretrain([*words.split(), "--ddp_timeout", "0"], {})
-    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: .* at most 1000000000"):  # 292 years in ns overflow
+    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: expected 1 to 1000000000"):  # 292 years
         parse_pretrain([*words.split(), "--ddp_timeout", "9000000000"], {})
     words = ["--task", "TEXT", "--eval_path", "x", "--model_name_or_path", str(tmp_path)]
-    with pytest.raises(UsageError, match="--ddp_timeout 0: expected at least 1"):
+    with pytest.raises(UsageError, match="--ddp_timeout 0: expected 1 to 1000000000 seconds"):
         parse_evaluate([*words, "--ddp_timeout", "0"], 1)
-    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: .* at most 1000000000"):
+    with pytest.raises(UsageError, match="--ddp_timeout 9000000000: expected 1 to 1000000000"):
         parse_evaluate([*words, "--ddp_timeout", "9000000000"], 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.compat import megatron as megatron
-from gptlm.config.args.training import arg
+from gptlm.config.field import arg
 from gptlm.config.parser import Parsed
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
@@ -24,10 +24,10 @@ class DialectArguments:
         None, "whose defaults, schedule and log line hold; unset: those of the words", choices=DIALECTS
     )
     make_vocab_size_divisible_by: int | None = arg(
-        None, "vocab_size is rounded up to a multiple of this times tensor_parallel_degree; 0: as it is"
+        None, "vocab_size is rounded up to a multiple of this times tensor_parallel_degree; 0: as it is", ge=0
     )
     vocab_file: str | None = arg(None, "vocab.json, for the size of the vocabulary")
-    zero_stage: int | None = arg(None, "0 to 3: sharding stage1 to stage3, 0 for none")
+    zero_stage: int | None = arg(None, "0 to 3: sharding stage1 to stage3, 0 for none", ge=0, le=3)
     reset_position_ids: bool = arg(False, "document_masking position")
     reset_attention_mask: bool = arg(False, "document_masking attention")
     load: str | None = arg(None, "folder whose newest checkpoint the run goes on from; none there: it starts anew")

@@ -14,13 +14,12 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gptlm.config.command_line import Sections, read_words
+from gptlm.config.field import LARGEST, range_of
 from gptlm.config.word import Word, canonical
 from gptlm.errors import UsageError, with_flags_shown
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
-
-LARGEST = 1 << 40  # beyond this a whole number is a slip
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,8 @@ def _help_of(flag: tuple[Field, Any], aliases: list[str], default: str | None) -
     if default is None and _default(f) not in (None, "", []):
         default = shown(_default(f))
     choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
-    yield f"  --{f.name} <{_type_name(kind)}>{choices}"
+    limits = f" [{range_of(f)}]" if range_of(f) else ""
+    yield f"  --{f.name} <{_type_name(kind)}>{choices}{limits}"
     yield f"      {f.metadata['help']}{f' (default: {default})' if default is not None else ''}"
     if aliases:
         yield f"      also --{', --'.join(aliases)}"

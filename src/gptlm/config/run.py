@@ -25,6 +25,7 @@ from gptlm.config.derive import (
     resolve_schedule,
     resolve_strategies,
 )
+from gptlm.config.field import check_fields
 from gptlm.config.messages import all_in_user_words, in_user_words
 from gptlm.config.model_size import ModelSource, find_model, resolve_shape
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
@@ -207,13 +208,15 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     tried(lambda: _resolve_weights(parsed), problems)
     source = tried(lambda: find_model(parsed), problems)
     fields = resolve(
-        parsed, source, printing, problems, lambda: pretrain_problems(parsed, printing), parsed.values["dialect"]
-    )
+        parsed, PRETRAIN, source, printing, problems, lambda: pretrain_problems(parsed, printing),
+        parsed.values["dialect"],
+    )  # fmt: skip
     return PretrainRun(data=build(DataArguments, parsed.values), launch=launch or (), **fields)
 
 
 def resolve(
     parsed: Parsed,
+    vocabulary: Vocabulary,
     source: ModelSource | None,
     printing: bool,
     problems: list[str],
@@ -241,7 +244,9 @@ def resolve(
         if degrees_fit(values, dims):
             tried(lambda: resolve_batch(parsed, dims, dialect), problems)
     resolve_schedule(parsed)
-    problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
+    out_of_range = check_fields(*(build(group, values) for group in vocabulary.groups))
+    problems += [*(problem.marked for problem in out_of_range), *problems_of(parsed, dims, source, printing)]
+    problems += own_problems()
     if problems or source is None or shape is None or dims is None:
         reasons = parsed.refusals if parsed.refusals and not printing else problems
         raise UsageError(all_in_user_words(reasons, parsed))

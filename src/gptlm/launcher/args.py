@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.args.training import arg
-from gptlm.config.parser import Parsed, Vocabulary, parse
+from gptlm.config.field import arg, check_fields
+from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 from gptlm.launcher import aliases as spellings
 from gptlm.launcher.script import program, split_command
@@ -31,12 +31,16 @@ class LaunchArguments:
     """One process per GPU, on one node or on several: the same command starts on each."""
 
     devices: str | None = arg(None, "cards of this node, as 0,1; one process for each; unset: all that are visible")
-    nproc_per_node: int | None = arg(None, "processes on this node; unset: one for each card, 1 where there is none")
+    nproc_per_node: int | None = arg(
+        None, "processes on this node; unset: one for each card, 1 where there is none", ge=1
+    )
     nnodes: str | None = arg(None, "nodes; unset: as many as ips names, or 1")
     master: str | None = arg(None, "address:port of one of the nodes, at which they meet")
     ips: list[str] = arg([], "addresses of all nodes, in the order of their ranks", words=True)
     rank: int | None = arg(None, "this node's rank, from 0; unset: found by its address in ips, or at the meeting")
-    port: int | None = arg(None, "port of the meeting; unset: that of master, a free one on one node, else 29500")
+    port: int | None = arg(
+        None, "port of the meeting; unset: that of master, a free one on one node, else 29500", ge=1, le=2**16 - 1
+    )
     host: str | None = arg(None, "this node's address, where it has several")
     job_id: str = arg("default", "name of the run, the same on all nodes")
     log_dir: str = arg("log", "folder of workerlog.N, the output of process N of this node")
@@ -130,6 +134,7 @@ def parse_launch(
     values = parsed.values
     devices, wrong = _devices(values["devices"], visible)
     problems += [*wrong, *_ranges(values)]
+    problems += [problem.marked for problem in check_fields(build(LaunchArguments, values))]
     problems += [] if problems else [*_nodes(parsed, is_own), *_processes(parsed, devices)]
     if problems:
         raise UsageError("\n".join(problems))
@@ -200,10 +205,6 @@ def _ranges(values: dict[str, Any]) -> Iterator[str]:
         yield f"--nnodes {nnodes}: expected the number of nodes"
     elif high and int(high) != int(low):
         yield f"--nnodes {nnodes}: elastic runs are not implemented, {spellings.RESTARTS}; give one number of nodes"
-    if values["nproc_per_node"] is not None and values["nproc_per_node"] < 1:
-        yield f"--nproc_per_node {values['nproc_per_node']}: expected at least 1"
-    if values["port"] is not None and not 1 <= values["port"] < 2**16:
-        yield f"--port {values['port']}: expected 1 to {2**16 - 1}"
 
 
 def _nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gptlm.config.args.training import arg
 from gptlm.config.derive import resolve_processes
+from gptlm.config.field import arg, check_fields
 from gptlm.config.parser import Vocabulary, build, parse
 from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain, tried
 from gptlm.errors import UsageError
@@ -19,13 +19,13 @@ from gptlm.planner.search import Cluster, candidates
 class PlanArguments:
     """The machine to plan for. All other flags are those of pretraining: the model, the batch, the precision."""
 
-    num_gpus: int = arg(8, "cards in all")
-    gpus_per_node: int = arg(8, "cards that share fast links")
-    gpu_memory: float = arg(80.0, "GiB of each card")
-    gpu_tflops: float = arg(989.0, "peak of a card in half precision, in 10^12 operations per second")
-    link_gbs: float = arg(300.0, "GB/s between cards of a node")
-    network_gbs: float = arg(25.0, "GB/s of each card between nodes")
-    rows: int = arg(10, "layouts to print")
+    num_gpus: int = arg(8, "cards in all", ge=1)
+    gpus_per_node: int = arg(8, "cards that share fast links", ge=1)
+    gpu_memory: float = arg(80.0, "GiB of each card", gt=0)
+    gpu_tflops: float = arg(989.0, "peak of a card in half precision, in 10^12 operations per second", gt=0)
+    link_gbs: float = arg(300.0, "GB/s between cards of a node", gt=0)
+    network_gbs: float = arg(25.0, "GB/s of each card between nodes", gt=0)
+    rows: int = arg(10, "layouts to print", ge=1)
 
 
 OWN = Vocabulary((PlanArguments,))
@@ -64,7 +64,7 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
     own, rest = _own_words(list(argv))
     _check_words(rest)
     values: dict[str, Any] = parse(OWN, own).values
-    problems = [f"--{name} {value:g}: expected more than 0" for name, value in values.items() if not value > 0]
+    problems = [problem.marked for problem in check_fields(build(PlanArguments, values))]
     given = parse(PRETRAIN, rest)
     degrees = {name: max(given.values[name], 1) for name in DEGREES}
     if any(degree > 1 and given.sources[name].startswith("-") for name, degree in degrees.items()):

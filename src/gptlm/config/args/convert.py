@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptlm.compat import paddlenlp as spellings
-from gptlm.config.args.training import arg
+from gptlm.config.field import arg, check_fields
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, with_flags_shown
 
 FORMS = ("hf", "megatron", "paddle")
 
@@ -34,10 +34,10 @@ class ConvertArguments:
 class ReadingArguments:
     """What the checkpoint does not say itself."""
 
-    vocab_size: int | None = arg(None, "true entries of the vocabulary; the embedding's rows after them are cut")
-    num_attention_heads: int | None = arg(None, "attention heads, where the checkpoint has no arguments")
+    vocab_size: int | None = arg(None, "true entries of the vocabulary; the embedding's rows after them are cut", ge=1)
+    num_attention_heads: int | None = arg(None, "attention heads, where the checkpoint has no arguments", ge=1)
     consumed_samples: int | None = arg(
-        None, "with_optimizer: samples that training has read, where the checkpoint does not say it"
+        None, "with_optimizer: samples that training has read, where the checkpoint does not say it", ge=0
     )
     activation: str | None = arg(
         None, "GELU's form, where the checkpoint does not say it: tanh or erf", choices=("gelu_new", "gelu")
@@ -48,8 +48,8 @@ class ReadingArguments:
 class WritingArguments:
     """How Megatron's and PaddleNLP's forms are written."""
 
-    tensor_parallel_degree: int = arg(1, "megatron: ranks each layer is cut over")
-    pipeline_parallel_degree: int = arg(1, "megatron: stages the layers are cut into")
+    tensor_parallel_degree: int = arg(1, "megatron: ranks each layer is cut over", ge=1)
+    pipeline_parallel_degree: int = arg(1, "megatron: stages the layers are cut into", ge=1)
     paddle_qkv: str = arg("split", "paddle: q, k and v apart or as one qkv_proj", choices=("split", "fused"))
     paddle_file: str = arg(
         "safetensors", "paddle: sharded files or one, built in memory", choices=("safetensors", "pdparams")
@@ -71,20 +71,20 @@ class Conversion:
 def parse_convert(argv: Sequence[str]) -> Conversion:
     """Raises UsageError listing everything that is wrong."""
     parsed = parse(CONVERT, argv)
-    problems = _problems(parsed)
+    main, reading, writing = (build(group, parsed.values) for group in CONVERT.groups)
+    problems = [
+        *(with_flags_shown(problem.marked, parsed.typed) for problem in check_fields(main, reading, writing)),
+        *_problems(parsed),
+    ]
     if problems:
         raise UsageError("\n".join(problems))
-    groups = (build(group, parsed.values) for group in CONVERT.groups)
-    return Conversion(*groups)
+    return Conversion(main, reading, writing)
 
 
 def _problems(parsed: Parsed) -> list[str]:
     values = parsed.values
     flags = {"source": "--from", "output": "--output"}
     problems = [f"{flag} is missing" for name, flag in flags.items() if not values[name]]
-    for name in ("vocab_size", "num_attention_heads", "tensor_parallel_degree", "pipeline_parallel_degree"):
-        if values[name] is not None and values[name] < 1:
-            problems.append(f"{parsed.typed_as(name)} {values[name]}: expected at least 1")
     of_forms = {
         "megatron": ("tensor_parallel_degree", "pipeline_parallel_degree"),
         "paddle": ("paddle_qkv", "paddle_file"),
@@ -97,6 +97,4 @@ def _problems(parsed: Parsed) -> list[str]:
         problems.append(f"{parsed.typed_as('with_optimizer')}: states of the optimizer are written with --to hf only")
     if values["consumed_samples"] is not None and not values["with_optimizer"]:
         problems.append(f"{parsed.typed_as('consumed_samples')} goes with --with_optimizer")
-    if values["consumed_samples"] is not None and values["consumed_samples"] < 0:
-        problems.append(f"{parsed.typed_as('consumed_samples')} {values['consumed_samples']}: expected 0 or more")
     return problems

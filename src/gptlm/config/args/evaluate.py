@@ -8,12 +8,12 @@ from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
 from gptlm.compat.auto_convert import take_foreign_adapters, take_foreign_model
 from gptlm.compat.fleetx.translate import evaluation_words
-from gptlm.config.args.training import arg
+from gptlm.config.args.training import bad_device, bad_split
+from gptlm.config.field import arg, check_fields
 from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.config.validate import device_known, long_waits
+from gptlm.config.problem import Problem
 from gptlm.data.corpus import holds_records
-from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
 from gptlm.model.files import shape_of_config
@@ -65,12 +65,15 @@ class EvaluateArguments:
     max_seq_length: int | None = arg(
         None,
         "tokens in a window; unset: the model's position table, at most 1024. LAMBADA: a longer text keeps its end",
+        ge=1,
     )
     overlapping_eval: int | None = arg(
-        32, "new tokens in each window after the first, 1 to max_seq_length; none: max_seq_length"
+        32, "new tokens in each window after the first, 1 to max_seq_length; none: max_seq_length", ge=1
     )
-    batch_size: int = arg(8, "windows or texts that go through the model together; the numbers do not depend on it")
-    max_examples: int | None = arg(None, "stop after this many texts (LAMBADA) or windows; unset: all")
+    batch_size: int = arg(
+        8, "windows or texts that go through the model together; the numbers do not depend on it", ge=1
+    )
+    max_examples: int | None = arg(None, "stop after this many texts (LAMBADA) or windows; unset: all", ge=1)
     detokenizer: str = arg(
         "auto",
         "how a tokenized text is made prose; auto goes by the task, lambada changes nothing",
@@ -78,9 +81,11 @@ class EvaluateArguments:
     )
     allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a text become its id")
     json: bool = arg(False, "print the result as one JSON object alone on stdout, everything else on stderr")
-    logging_freq: int = arg(10, "batches between lines of progress")
-    ddp_timeout: int = arg(1800, "seconds a process waits for the others before it gives up")
-    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
+    logging_freq: int = arg(10, "batches between lines of progress", ge=1)
+    ddp_timeout: int = arg(
+        1800, "seconds a process waits for the others before it gives up", ge=1, le=1_000_000_000, unit="seconds"
+    )
+    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none", check=bad_device)
     bf16: bool = arg(False, "load the weights in bfloat16; the loss is float32")
     fp16: bool = arg(False, "load the weights in float16; the loss is float32; float32 on a CPU")
 
@@ -93,7 +98,7 @@ class MegatronArguments:
     hidden_size: int | None = arg(None, "width of a token's vector")
     num_attention_heads: int | None = arg(None, "attention heads per layer")
     max_position_embeddings: int | None = arg(None, "rows of the position table")
-    seq_length: int | None = arg(None, "the same as --max_seq_length")
+    seq_length: int | None = arg(None, "the same as --max_seq_length", ge=1)
 
 
 EVALUATE = Vocabulary(
@@ -131,7 +136,9 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     take_foreign_model(parsed)
     take_foreign_adapters(parsed)
     _settle_task(parsed)
-    problems = [*_numbers(parsed), *_missing(parsed, printing), *_device(parsed, processes)]
+    groups = (build(group, parsed.values) for group in EVALUATE.groups)
+    out_of_range = [problem.marked for problem in check_fields(*groups)]
+    problems = [*out_of_range, *_missing(parsed, printing), *_device(parsed, processes)]
     if parsed.refusals and not printing:
         problems += parsed.refusals
     _refuse(problems, parsed)
@@ -164,14 +171,6 @@ def _settle_task(parsed: Parsed) -> None:
         values["detokenizer"] = AUTO[values["task"]]
 
 
-def _numbers(parsed: Parsed) -> Iterator[str]:
-    numbers = ("batch_size", "logging_freq", "ddp_timeout", "max_seq_length", "overlapping_eval", "max_examples")
-    for name in (*numbers, "seq_length"):
-        if parsed.values[name] is not None and parsed.values[name] < 1:
-            yield f"--{named(name)} {parsed.values[name]}: expected at least 1"
-    yield from long_waits(parsed)
-
-
 def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
     """Flags that the task needs, and given ones that another task needs."""
     values = parsed.values
@@ -185,10 +184,8 @@ def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
                 f"--{named('eval_path')} is a text, --{named('task')} DATA scores token files: give "
                 f"--{named('input_dir')}, or --{named('task')} TEXT"
             )
-        try:
-            parse_split(values["split"])
-        except GptlmError as error:
-            yield error.marked
+        if wrong := bad_split(values["split"]):
+            yield Problem("split", wrong).marked
     else:
         if not values["eval_path"]:
             yield f"--{named('eval_path')} is missing: the file --{named('task')} {values['task']} reads"
@@ -221,9 +218,7 @@ def _note_other_tasks(parsed: Parsed) -> None:
 
 def _device(parsed: Parsed, processes: int) -> Iterator[str]:
     device = parsed.values["device"]
-    if not device_known(device):
-        yield f"--{named('device')} {device!r}: gptlm runs on gpu and cpu"
-    elif ":" in device and processes > 1:
+    if ":" in device and processes > 1:
         yield (
             f"--{named('device')} {device!r} is one card, there are {processes} processes; use --{named('device')} gpu"
         )

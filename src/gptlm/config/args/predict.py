@@ -1,6 +1,5 @@
 """Flags of continuing prompts, on the command line and on the page."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,10 @@ from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
 from gptlm.compat.auto_convert import take_foreign_adapters, take_foreign_model
 from gptlm.compat.fleetx.translate import generation_words
-from gptlm.config.args.training import arg
+from gptlm.config.args.training import bad_device
+from gptlm.config.field import LARGEST_SEED, arg, check_fields
 from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
-from gptlm.config.validate import device_known
 from gptlm.errors import UsageError, named
 
 STDIN = "-"  # as input_file
@@ -36,36 +35,40 @@ class PredictArguments:
         "one prompt per line, or .jsonl or .json with the key prompt, src or text; -: standard input",
     )
     output_file: str | None = arg(None, "also write prompts and continuations here as .jsonl")
-    batch_size: int = arg(1, "prompts continued together")
-    src_length: int = arg(200, "longest prompt in tokens; a longer one is cut, and the log says so")
+    batch_size: int = arg(1, "prompts continued together", ge=1)
+    src_length: int = arg(200, "longest prompt in tokens; a longer one is cut, and the log says so", ge=1)
     truncation_side: str = arg(
         "left", "of a prompt that is too long: left cuts its beginning, right its end", choices=("left", "right")
     )
     allow_special_tokens: bool = arg(False, "let <|endoftext|> written in a prompt become its id")
-    tgt_length: int = arg(200, "most new tokens; the prompt does not count")
-    min_new_tokens: int = arg(0, "fewest tokens to add")
-    seed: int = arg(20, "seed of sampling")
+    tgt_length: int = arg(200, "most new tokens; the prompt does not count", ge=1)
+    min_new_tokens: int = arg(0, "fewest tokens to add", ge=0)
+    seed: int = arg(20, "seed of sampling", ge=0, le=LARGEST_SEED)
     decode_strategy: str | None = arg(
         None,
         "FleetX's word: sampling is do_sample, beam_search needs num_beams, greedy_search is neither",
         choices=("sampling", "greedy_search", "beam_search"),
     )
     do_sample: bool = arg(False, "draw tokens instead of taking the likeliest")
-    top_k: int = arg(50, "with do_sample: draw among the k likeliest; 0: all")
-    top_p: float = arg(1.0, "with do_sample: draw among the likeliest that make up this probability; 1.0: all")
+    top_k: int = arg(50, "with do_sample: draw among the k likeliest; 0: all", ge=0)
+    top_p: float = arg(
+        1.0, "with do_sample: draw among the likeliest that make up this probability; 1.0: all", gt=0, le=1
+    )
     temperature: float = arg(1.0, "with do_sample: above 1 flattens, below 1 sharpens")
-    repetition_penalty: float = arg(1.0, "above 1 makes tokens of prompt and continuation less likely to come again")
-    num_beams: int = arg(1, "beams of a beam search; 1: none")
+    repetition_penalty: float = arg(
+        1.0, "above 1 makes tokens of prompt and continuation less likely to come again", gt=0
+    )
+    num_beams: int = arg(1, "beams of a beam search; 1: none", ge=1)
     length_penalty: float = arg(1.0, "with num_beams: above 0 favours long continuations, below 0 short ones")
     early_stopping: bool = arg(False, "with num_beams: end as soon as num_beams continuations have ended")
-    num_return_sequences: int = arg(1, "continuations of each prompt; needs do_sample or num_beams")
+    num_return_sequences: int = arg(1, "continuations of each prompt; needs do_sample or num_beams", ge=1)
     stop_at_eol: bool | None = arg(None, "stop at a line break; unset: only for the built-in questions")
-    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none")
+    device: str = arg("gpu", "gpu or cpu; gpu falls back to cpu, loudly, when there is none", check=bad_device)
     bf16: bool = arg(False, "keep weights and compute in bfloat16")
     fp16: bool = arg(False, "keep weights and compute in float16; GPU only")
     serve: bool = arg(False, "open a local web page instead, on which prompts are typed; extra 'serve'")
     host: str = arg("127.0.0.1", "with serve: address the page listens on")
-    port: int = arg(7860, "with serve: port the page listens on")
+    port: int = arg(7860, "with serve: port the page listens on", ge=1, le=2**16 - 1)
 
 
 FLEETX_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
@@ -109,7 +112,8 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
     parsed = parse(PREDICT, argv)
     take_foreign_model(parsed)
     take_foreign_adapters(parsed)
-    problems = [*_ranges(parsed), *_strategy(parsed), *_combinations(parsed.values)]
+    problems = [problem.marked for problem in check_fields(build(PredictArguments, parsed.values))]
+    problems += [*_ranges(parsed), *_strategy(parsed), *_combinations(parsed.values)]
     _fill_in_prompts(parsed, piped)
     if parsed.words.get("tgt_length") == "max_length":
         parsed.note(
@@ -149,12 +153,7 @@ def _fill_in_prompts(parsed: Parsed, piped: bool) -> None:
 
 def _ranges(parsed: Parsed) -> Iterator[str]:
     values = parsed.values
-    for name in ("batch_size", "src_length", "tgt_length", "num_beams", "num_return_sequences"):
-        if values[name] < 1:
-            yield f"--{named(name)} {values[name]}: expected at least 1"
-    if values["min_new_tokens"] < 0:
-        yield f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected 0 or more"
-    elif values["min_new_tokens"] > max(values["tgt_length"], 0):
+    if values["min_new_tokens"] > max(values["tgt_length"], 0):
         default = "" if "tgt_length" in parsed.typed else ", its default"
         yield (
             f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected at most --{named('tgt_length')} "
@@ -165,20 +164,6 @@ def _ranges(parsed: Parsed) -> Iterator[str]:
             f"--{named('temperature')} {values['temperature']:g}: expected 0.0001 to 10000; leave "
             f"--{named('do_sample')} out for greedy"
         )
-    if values["top_k"] < 0:
-        yield f"--{named('top_k')} {values['top_k']}: expected 0 (all) or more"
-    if not 0 < values["top_p"] <= 1:
-        yield f"--{named('top_p')} {values['top_p']:g}: expected more than 0, at most 1 (all)"
-    if not 0 < values["repetition_penalty"] < math.inf:
-        yield f"--{named('repetition_penalty')} {values['repetition_penalty']:g}: expected more than 0; 1 is none"
-    if not math.isfinite(values["length_penalty"]):
-        yield f"--{named('length_penalty')} {values['length_penalty']:g}: expected a finite number"
-    if not 0 <= values["seed"] < 2**32:
-        yield f"--{named('seed')} {values['seed']}: expected 0 to {2**32 - 1}"
-    if not device_known(values["device"]):
-        yield f"--{named('device')} {values['device']!r}: gptlm runs on gpu and cpu"
-    if not 1 <= values["port"] < 2**16:
-        yield f"--{named('port')} {values['port']}: expected 1 to {2**16 - 1}"
 
 
 def _strategy(parsed: Parsed) -> Iterator[str]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
-from gptlm.config.args.training import arg
+from gptlm.config.field import arg, check_fields
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
+from gptlm.config.problem import usage_error
 from gptlm.config.tokenizer_class import drop_class, is_class
 from gptlm.errors import UsageError
 
@@ -64,8 +65,8 @@ class PreprocessArguments:
     on_error: str = arg(
         "raise", "skip: leave out documents that are broken, and name and count them", choices=("raise", "skip")
     )
-    workers: int = arg(1, "processes that encode")
-    max_doc_num: int | None = arg(None, "stop after this many documents")
+    workers: int = arg(1, "processes that encode", ge=1)
+    max_doc_num: int | None = arg(None, "stop after this many documents", ge=1)
     log_interval: int = arg(1000, "documents between progress lines when there is no progress bar")
 
 
@@ -75,7 +76,9 @@ class TokenizerArguments:
 
     input_path: str | None = arg(None, "a file, a folder or a quoted glob of .jsonl, .json, .txt or .parquet")
     output_dir: str | None = arg(None, "folder for the tokenizer")
-    vocab_size: int = arg(32000, "entries of the vocabulary, 257 or more")
+    vocab_size: int = arg(
+        32000, "entries of the vocabulary, 257 or more", ge=257, unit="entries (256 bytes and <|endoftext|>)"
+    )
     min_frequency: int = arg(2, "occurrences a pair needs to be merged")
     json_key: str = arg("text", "key of the texts in JSON files")
     txt_split: str = arg("blank_line", "what ends a document in a .txt file", choices=TXT_SPLITS)
@@ -86,7 +89,7 @@ class DemoArguments:
     """The whole way on this machine's own text."""
 
     output_dir: str = arg("demo", "folder for everything the demo makes")
-    max_steps: int = arg(400, "optimizer steps")
+    max_steps: int = arg(400, "optimizer steps", ge=10)
     workers: int = arg(2, "processes that encode")
 
 
@@ -117,10 +120,7 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
     problems = _missing(parsed, "input_path", "output_prefix")
     if (values["output_prefix"] or "").endswith("/"):
         problems.append(f"--output_prefix {values['output_prefix']}: expected folder/name, this is a folder")
-    if values["workers"] < 1:
-        problems.append(f"--workers {values['workers']}: expected at least 1")
-    if values["max_doc_num"] is not None and values["max_doc_num"] < 1:
-        problems.append(f"--max_doc_num {values['max_doc_num']}: expected at least 1")
+    problems += [problem.marked for problem in check_fields(build(PreprocessArguments, values))]
     if not values["json_keys"] or len(set(values["json_keys"])) < len(values["json_keys"]):
         problems.append(f"--json_keys {' '.join(values['json_keys'])}: expected one or more different keys")
     shard = _shard(values["shard"])
@@ -142,19 +142,20 @@ def parse_tokenizer(argv: Sequence[str]) -> TokenizerArguments:
     """Raises UsageError listing everything that is wrong."""
     parsed = parse(TOKENIZER, argv)
     problems = _missing(parsed, "input_path", "output_dir")
-    if parsed.values["vocab_size"] < 257:
-        problems.append(f"--vocab_size {parsed.values['vocab_size']}: 256 bytes and <|endoftext|> need at least 257")
+    arguments = build(TokenizerArguments, parsed.values)
+    problems += [problem.marked for problem in check_fields(arguments)]
     if problems:
         raise UsageError("\n".join(problems))
-    return build(TokenizerArguments, parsed.values)
+    return arguments
 
 
 def parse_demo(argv: Sequence[str]) -> DemoArguments:
     """Raises UsageError listing everything that is wrong."""
     parsed = parse(DEMO, argv)
-    if parsed.values["max_steps"] < 10:
-        raise UsageError(f"--max_steps {parsed.values['max_steps']}: the demo needs at least 10")
-    return build(DemoArguments, parsed.values)
+    arguments = build(DemoArguments, parsed.values)
+    if problems := check_fields(arguments):
+        raise usage_error(problems, parsed.typed)
+    return arguments
 
 
 def _shard(text: str) -> tuple[int, int] | None:

@@ -8,8 +8,9 @@ from typing import Any
 from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
 from gptlm.compat.auto_convert import take_foreign_adapters, take_foreign_model, take_foreign_start
-from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments, arg
+from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import resolve_strategies, resolve_world
+from gptlm.config.field import arg
 from gptlm.config.model_size import ModelSource, find_model
 from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
 from gptlm.config.run import Run, resolve, tried
@@ -35,10 +36,14 @@ class SftArguments:
     )
     eval_dataset_name_or_path: str | None = arg(None, "examples for evaluation; unset: dev, else a share of train")
     task_name: str = arg("squad", "a dataset of the HuggingFace hub, when dataset_name_or_path is not given")
-    src_length: int = arg(1024, "most tokens of a prompt; headings and a chat template's own text are never cut")
-    tgt_length: int = arg(142, "most tokens of an answer with its end-of-text token, in training and in evaluation")
+    src_length: int = arg(1024, "most tokens of a prompt; headings and a chat template's own text are never cut", ge=1)
+    tgt_length: int = arg(
+        142, "most tokens of an answer with its end-of-text token, in training and in evaluation", ge=2
+    )
     max_length: int | None = arg(
-        None, "most tokens of a sample; unset: src_length + tgt_length or the position table; cuts the prompt first"
+        None,
+        "most tokens of a sample; unset: src_length + tgt_length or the position table; cuts the prompt first",
+        ge=2,
     )
     zero_padding: bool = arg(False, "pack short examples into samples of max_length; none attends to another")
     train_on_prompt: bool = arg(False, "prompts are targets, too, not only answers")
@@ -50,9 +55,9 @@ class SftArguments:
     additional_special_tokens: list[str] = arg(
         [], "tokens to add to the vocabulary; a text that spells one gets it, where no chat template writes it"
     )
-    lr_decay_ratio: float = arg(0.1, "last learning rate of the linear schedule as a share of the highest")
+    lr_decay_ratio: float = arg(0.1, "last learning rate of the linear schedule as a share of the highest", ge=0, le=1)
     eval_with_do_generation: bool = arg(True, "evaluations also continue prompts and compare the texts")
-    generate_num: int = arg(100, "evaluation prompts that are continued; 0: none, -1: all")
+    generate_num: int = arg(100, "evaluation prompts that are continued; 0: none, -1: all", ge=-1)
     metric_level: str = arg("word", "what BLEU and ROUGE count", choices=METRIC_LEVELS)
 
 
@@ -61,9 +66,9 @@ class LoraArguments:
     """Low-rank adapters."""
 
     lora: bool = arg(False, "train adapters only; the model's own weights stay")
-    lora_rank: int = arg(8, "rank of the adapters")
-    lora_alpha: float | None = arg(None, "adapters are scaled by lora_alpha / lora_rank; unset: 2 x lora_rank")
-    lora_dropout: float = arg(0.0, "dropout before the adapters")
+    lora_rank: int = arg(8, "rank of the adapters", ge=1)
+    lora_alpha: float | None = arg(None, "adapters are scaled by lora_alpha / lora_rank; unset: 2 x lora_rank", gt=0)
+    lora_dropout: float = arg(0.0, "dropout before the adapters", ge=0, lt=1)
     lora_target_modules: list[str] = arg(
         ["c_attn", "c_proj", "c_fc"], "matrices that get an adapter: c_attn, c_proj, c_fc", words=True
     )
@@ -190,7 +195,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         _resolve_lengths(parsed, source.shape.max_position_embeddings)
         problems += _resolve_adapters(parsed, source.shape, printing)
     _resolve_training(parsed)
-    fields = resolve(parsed, source, printing, problems, lambda: _problems(parsed, source))
+    fields = resolve(parsed, SFT, source, printing, problems, lambda: _problems(parsed, source))
     return SftRun(data=build(SftArguments, parsed.values), lora=build(LoraArguments, parsed.values), **fields)
 
 
@@ -274,10 +279,6 @@ def _resolve_training(parsed: Parsed) -> None:
 
 def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
     values = parsed.values
-    least = {"src_length": 1, "tgt_length": 2, "max_length": 2, "lora_rank": 1, "generate_num": -1}
-    for name, lowest in least.items():
-        if values[name] is not None and values[name] < lowest:
-            yield f"{named(name)} {values[name]}: expected at least {lowest}"
     if values["do_predict"] and not (values["do_train"] or values["do_eval"]):
         yield f"{named('do_predict')}: fine-tuning data has no test split; use --{named('do_eval')}"
     elif values["do_predict"]:
@@ -301,12 +302,6 @@ def _problems(parsed: Parsed, source: ModelSource | None) -> Iterator[str]:
         yield (
             f"{named('lora_rank')} {values['lora_rank']}: the matrices have rank {width}, more is of no use; give less"
         )
-    if values["lora_alpha"] is not None and not values["lora_alpha"] > 0:
-        yield f"{named('lora_alpha')} {values['lora_alpha']:g}: expected more than 0"
-    if not 0 <= values["lora_dropout"] < 1:
-        yield f"{named('lora_dropout')} {values['lora_dropout']:g}: expected 0 or more and below 1"
-    if not 0 <= values["lr_decay_ratio"] <= 1:
-        yield f"{named('lr_decay_ratio')} {values['lr_decay_ratio']:g}: expected a share between 0 and 1"
     unknown = [name for name in values["lora_target_modules"] if name not in ("c_attn", "c_proj", "c_fc")]
     if unknown or not values["lora_target_modules"]:
         yield (
