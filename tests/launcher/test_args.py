@@ -41,7 +41,7 @@ def test_paddle_s_command(launcher):
     assert found.torchrun() == [*ALONE, "2", *PRETRAIN, "--x", "1"]
     assert found.shown().startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone ")
     assert (found.processes, found.nodes, found.devices, str(found.log_dir)) == (2, 1, ("0", "1"), "log")
-    assert found.notes == ("run_pretrain.py is not here: gptlm pretrain runs in its place, with the same words",)
+    assert found.notes == ("run_pretrain.py is not here: gptlm pretrain runs instead, with the same arguments",)
 
 
 def test_fleetx_s_command():
@@ -141,7 +141,7 @@ def test_scripts_of_others_are_ours_here(words, wanted):
     found = plan(words)
     assert found.torchrun() == [*ALONE, "1", *wanted]
     name = words.split()[-1]
-    assert found.notes[0].startswith(f"{name} is ") and f"gptlm {wanted[-1]} runs in its place" in found.notes[0]
+    assert found.notes[0].startswith(f"{name} is ") and f"gptlm {wanted[-1]} runs instead" in found.notes[0]
 
 
 @pytest.mark.parametrize("words", ["x.py", "-m gptlm sft", "-m some.module", "./x.py a.py -m b"])
@@ -165,8 +165,8 @@ def test_words_without_effect_are_noted():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gpus 0,1", "there is nothing to launch: after the launcher's flags give FILE.py or -m MODULE"),
-        ("--gpus 0,1 -m", "there is nothing to launch"),
+        ("--gpus 0,1", "no script to launch: after the launcher's flags give FILE.py or -m MODULE"),
+        ("--gpus 0,1 -m", "no script to launch"),
         ("--gpus 0,1 y.py", "the script y.py does not exist"),
         ("--gpu 0 --devises 0 x.py", "--devises is unknown; did you mean --devices"),
         ("--xpus 0,1 x.py", "--xpus 0,1: gptlm runs on NVIDIA GPUs and CPUs"),

@@ -1,4 +1,4 @@
-"""The launcher at work: two processes of a small script, their output, their end. None of it needs a GPU."""
+"""Launches of two processes of a small script: output, exit code, signals. None needs a GPU."""
 
 import os
 import signal
@@ -101,7 +101,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, int, str, str]]:
     return {name: (folder, *ended(launcher)) for name, (folder, launcher) in launchers.items()}
 
 
-def test_two_ranks_run_to_their_end(runs):
+def test_two_ranks_run_to_completion(runs):
     folder, code, stdout, stderr = runs["ends"]
     command = "torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 small.py ends 'a b'"
     assert (code, stdout) == (0, "rank 0 of 2 words ['ends', 'a b'] 0,1\n"), stderr
@@ -113,11 +113,11 @@ def test_two_ranks_run_to_their_end(runs):
     assert left(folder) == []
 
 
-def test_the_first_rank_that_dies_is_named(runs):
+def test_the_first_failed_rank_is_named(runs):
     folder, code, _, stderr = runs["dies"]
-    assert code == 3 and "error: rank 1 ended with exit code 3" in stderr
-    said = stderr.split("its output is in my logs/workerlog.1, the last lines are\n")[1].splitlines()
-    assert "    the reason" in said and "    to stderr 1" in said and "    an earlier run" not in said
+    assert code == 3 and "error: rank 1 failed with exit code 3" in stderr
+    last_lines = stderr.split("its output is in my logs/workerlog.1, the last lines are\n")[1].splitlines()
+    assert "    the reason" in last_lines and "    to stderr 1" in last_lines and "    an earlier run" not in last_lines
     assert "the reason" not in stderr.split("error: rank 1")[0]  # only rank 0 writes to the terminal
     log = (folder / "my logs" / "workerlog.1").read_text()
     assert log.startswith("an earlier run\n") and "the reason\n" in log
@@ -126,7 +126,7 @@ def test_the_first_rank_that_dies_is_named(runs):
 
 def test_a_rank_that_is_killed(runs):
     folder, code, _, stderr = runs["killed"]
-    assert code == 128 + 9 and "error: rank 1 ended with signal SIGKILL" in stderr and left(folder) == []
+    assert code == 128 + 9 and "error: rank 1 failed with signal SIGKILL" in stderr and left(folder) == []
 
 
 def test_a_signal_reaches_every_rank(here):
@@ -141,7 +141,7 @@ def test_a_signal_reaches_every_rank(here):
         launcher.send_signal(number)
     for number, (folder, launcher) in launchers.items():
         code, _, stderr = ended(launcher)
-        assert code == 128 + number and f"ended by {number.name}" in stderr
+        assert code == 128 + number and f"terminated by {number.name}" in stderr
         for rank in (0, 1):
             assert f"rank {rank} got {int(number)}\n" in (folder / "log" / f"workerlog.{rank}").read_text()
         assert left(folder) == []
@@ -156,7 +156,7 @@ def test_a_signal_during_the_start_leaves_nothing(here, waited):
     assert ended(launcher)[0] == 143 and left(here) == []
 
 
-def test_a_launcher_that_is_killed_takes_the_ranks_along(here):
+def test_killing_the_launcher_ends_the_ranks(here):
     launcher = start(here, "--nproc_per_node", "2", "small.py", "waits")
     wait_for(here, lambda: all((here / f"ready{rank}").exists() for rank in (0, 1)))
     launcher.kill()
@@ -164,11 +164,11 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along(here):
     wait_for(here, lambda: left(here) == [])
 
 
-def test_what_torchrun_says_is_shown_where_no_rank_is_to_blame(here):
+def test_torchrun_s_own_error_is_shown(here):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         code, _, stderr = ended(start(here, "--nproc_per_node", "1", "--port", str(port), "small.py", "ends"))
-    assert code == 1 and "no rank is to blame; it says:" in stderr and "EADDRINUSE" in stderr
+    assert code == 1 and "names no rank; its output ends with" in stderr and "EADDRINUSE" in stderr
     assert left(here) == []
 
 

@@ -1,8 +1,7 @@
-"""Words of the launchers: PaddlePaddle's, OneFlow's and torchrun's."""
+"""Launcher flags of PaddlePaddle, OneFlow and torchrun: renamed, without effect, or refused."""
 
 from gptlm.compat.paddlenlp import STATIC
 
-LAUNCHERS = (("-m", "paddle.distributed.launch"), ("-m", "paddle.distributed.fleet.launch"), ("fleetrun",))
 LAUNCH_RENAMED = {
     "gpus": "devices",
     "selected_gpus": "devices",
@@ -16,18 +15,18 @@ LAUNCH_RENAMED = {
     "master_addr": "master",
     "master_port": "port",
 }
-# OneFlow's training script is its own launcher: these may also stand among the script's words.
+# OneFlow's training script is its own launcher: these may also stand among the script's flags.
 LAUNCH_WORDS_OF_SCRIPTS = ("num_gpus_per_node", "num_nodes", "node_ips", "ctrl_port")
-RESTARTS = "a rank that dies ends the run; the same command goes on from the newest checkpoint"
+RESTARTS = "a failed rank ends the run; the same command resumes from the newest checkpoint"
 LAUNCH_IGNORED = {
     "max_restart": RESTARTS,
     "elastic_timeout": RESTARTS,
-    "log_level": "the launcher prints what it starts and what ended",
-    "enable_gpu_log": "watch the cards with nvidia-smi",
+    "log_level": "the launcher prints what it starts and what failed",
+    "enable_gpu_log": "monitor the GPUs with nvidia-smi",
     "legacy": "there is one launcher",
     "with_gloo": "processes without a GPU always use gloo",
     "backend": "processes use NCCL on GPUs and gloo without",
-    "sort_ip": "the order of the nodes is the order of ips, or is found at the meeting",
+    "sort_ip": "the node order is the order of ips, or is assigned at rendezvous",
     "use_fast_launch": "there is one launcher",
     "auto_parallel_config": STATIC,
     "enable_auto_mapping": STATIC,
@@ -50,16 +49,5 @@ LAUNCH_REFUSED = {
     "trainer_num": (("", "0"), SERVERS),
     "worker_num": (("", "0"), SERVERS),
     "heter_worker_num": (("", "0"), SERVERS),
-    "auto_tuner_json": (("",), "layouts are not searched for; give the script the degrees it shall use"),
+    "auto_tuner_json": (("",), "give pretraining --auto_parallel, or the script its parallel degrees"),
 }
-# Scripts of other frameworks, and ours where they are not at hand -> the installed command.
-LAUNCH_SCRIPTS = {
-    "tools/auto.py": "pretrain",
-    "tools/train.py": "pretrain",
-    "tools/eval.py": "evaluate",
-    "run_pretrain.py": "pretrain",
-    "finetune_generation.py": "sft",
-    "scripts/evaluate.py": "evaluate",
-}
-LAUNCH_MODULES = {"oneflow_gpt.training": "pretrain"}
-OTHER_FRAMEWORKS = r"^\s*(?:import|from)\s+(?:paddle|paddlenlp|ppfleetx|oneflow)\b"

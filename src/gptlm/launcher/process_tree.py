@@ -1,4 +1,4 @@
-"""Signals that wait until they are looked at, and processes of which none is left behind."""
+"""Signals that are noted instead of acted on, and child processes of which none is left behind."""
 
 import ctypes
 import os
@@ -9,44 +9,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <linux/prctl.h>
-PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+GRACE_PERIOD = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """The signals that ask to end, in the order they come. One that was ignored before (nohup) stays ignored."""
-    caught: list[int] = []
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in asking}
-    taken = [number for number in asking if before[number] != signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, lambda which, frame: caught.append(which))
+    """Append SIGINT, SIGTERM and SIGHUP to the list in the order they arrive, instead of ending the process."""
+    received: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP; it stays ignored
+            signal.signal(number, lambda which, frame: received.append(which))
     try:
-        yield caught
+        yield received
     finally:
-        for number in taken:
-            signal.signal(number, before[number])
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """What starts inside, at any depth, and is still there at the end is ended (on Linux).
-
-    Whoever loses its parent becomes our child, so none gets out of sight.
-    """
+    """At the end, terminate all processes that were started inside, at any depth (Linux only)."""
     before = _children()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # an orphan becomes our child, so none is missed
     try:
         yield
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            _end(before, number)
+            _end_children(number, spared=before)
         _prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-def end_with_parent() -> None:
-    """In a child that is about to start: SIGTERM when its parent dies, even of SIGKILL."""
+def terminate_with_parent() -> None:
+    """For `preexec_fn`: the child gets SIGTERM when its parent dies, even from SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -55,23 +51,24 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _end(spared: set[int], number: int) -> None:
-    """Send `number` to each living child once, and to those who then become children; wait for their end."""
-    told = set(spared)
-    deadline = time.monotonic() + PATIENCE
+def _end_children(number: int, *, spared: set[int]) -> None:
+    """Send `number` to each child once, orphans that become ours included; wait until all have ended."""
+    signalled = set(spared)
+    deadline = time.monotonic() + GRACE_PERIOD
     while (left := _children() - spared) and time.monotonic() < deadline:
-        for process in left - told:
+        for process in left - signalled:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
-        told |= left
+        signalled |= left
         time.sleep(0.02)
 
 
 def _children() -> set[int]:
-    """Our living children, zombies left out."""
+    """Our living children, without zombies."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
+            # "PID (NAME) STATE PARENT ..."; the name may hold blanks and parentheses
             state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state != "Z":
                 found.add(int(stat.parent.name))

@@ -1,4 +1,4 @@
-"""Start a plan's processes through torchrun, keep their output in workerlog.N, and end all of them together."""
+"""Run a launch plan through torchrun, with each rank's output in workerlog.N."""
 
 import os
 import re
@@ -8,59 +8,172 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.launcher.args import LaunchPlan
-from gptlm.launcher.process_tree import end_with_parent, no_process_left, signals_noted
-from gptlm.launcher.rank_logs import RankOutput, last_lines, write
+from gptlm.launcher.process_tree import no_process_left, signals_noted, terminate_with_parent
 
-LOOK = 0.1  # seconds between two looks at the processes
-TORCHRUN_LOG = "torchrun.log"
-FAILURE = re.compile(r"rank\s+: (\d+) \(local_rank: (\d+)\)\s+exitcode\s+: (-?\d+)")
+POLL_INTERVAL = 0.1  # seconds
+SHOWN_LINES = 15  # last lines of a failed rank's output
+TAIL_BYTES = 1 << 16  # searched for them
+# torchrun's report of the rank that failed first
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+) \(local_rank: (\d+)\)\s+exitcode\s+: (-?\d+)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The rank that died first: its global and local rank, its exit code or minus its signal."""
+class RankOutput:
+    """The output of one rank, stdout and stderr line by line: to workerlog.N, rank 0's to the terminal too.
 
-    rank: int
-    local_rank: int
-    code: int
+    torchrun's own log files cannot replace this. It truncates them at every start and keeps two per rank in folders of
+    its own naming; `--tee` puts a prefix before each line and mixes the ranks on the terminal.
+    """
+
+    def __init__(self, torchrun_dir: Path, local_rank: int, path: Path, overwrite: bool):
+        self.path = path
+        self._sources, self._rank = torchrun_dir, local_rank
+        self._log = open(path, "w+b" if overwrite else "a+b")
+        self._start = self._log.seek(0, os.SEEK_END)
+        self._streams: dict[str, BinaryIO] = {}
+        self._partial_lines = {"stdout.log": b"", "stderr.log": b""}
+
+    def close(self) -> None:
+        for file in (self._log, *self._streams.values()):
+            file.close()
+
+    def copy(self, *, last: bool = False) -> None:
+        """Copy the new complete lines; with `last` also an unfinished one."""
+        for descriptor, name in enumerate(self._partial_lines, start=1):
+            # torchrun creates the files when it starts the rank
+            for found in () if name in self._streams else self._sources.glob(f"*/attempt_0/{self._rank}/{name}"):
+                self._streams[name] = open(found, "rb")
+            if name not in self._streams:
+                continue
+            text = self._partial_lines[name] + self._streams[name].read()
+            end = len(text) if last else 1 + max(text.rfind(b"\n"), text.rfind(b"\r"))  # progress bars end with \r
+            self._partial_lines[name] = text[end:]
+            if end:
+                self._log.write(text[:end])
+                self._log.flush()
+                if self._rank == 0:
+                    _write(descriptor, text[:end])
+
+    def tail(self) -> str:
+        """The end of this run's output."""
+        self._log.seek(max(self._start, self._log.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return self._log.read().decode("utf-8", errors="replace")
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run `plan` to its end; returns the exit code: the first failing rank's, 128 + N after signal N.
+    """Run `plan`; returns 0, the exit code of the rank that failed first, or 128 + N after signal N.
 
     Raises:
         GptlmError: if the logs cannot be written.
     """
     for line in plan.notes:
-        _say(line)
+        _log(line)
     with ExitStack() as stack:
-        raw = _make_folders(plan, stack)
-        ranks = [
-            stack.enter_context(RankOutput(raw, rank, plan.log_dir / f"workerlog.{rank}", plan.log_overwrite))
-            for rank in range(plan.processes)
+        try:
+            plan.log_dir.mkdir(parents=True, exist_ok=True)
+            passing = tempfile.TemporaryDirectory(prefix=".torchrun-", dir=plan.log_dir, ignore_cleanup_errors=True)
+        except OSError as error:
+            raise GptlmError(
+                f"--{named('log_dir')} {plan.log_dir} cannot be written to ({error.strerror}); give another "
+                f"--{named('log_dir')}"
+            ) from error
+        torchrun_dir = Path(stack.enter_context(passing)).absolute()
+        logs = [plan.log_dir / f"workerlog.{rank}" for rank in range(plan.processes)]
+        outputs = [
+            stack.enter_context(closing(RankOutput(torchrun_dir, rank, path, plan.log_overwrite)))
+            for rank, path in enumerate(logs)
         ]
-        caught = stack.enter_context(signals_noted())
+        signals = stack.enter_context(signals_noted())
+        torchrun_log = torchrun_dir / "torchrun.log"
         with no_process_left():
-            code = _run(plan, raw, ranks, caught)
-        for output in ranks:
-            output.copy(whole=True)
+            code = _run_torchrun(plan, torchrun_dir, torchrun_log, outputs, signals)
+        for output in outputs:
+            output.copy(last=True)
         if code == 0:
             return 0
-        if caught:
-            _say(f"ended by {signal.Signals(caught[0]).name}, which was passed on to all ranks")
-            return 128 + caught[0]
-        return _report(raw, code, ranks)
+        if signals:
+            _log(f"terminated by {signal.Signals(signals[0]).name}, which was forwarded to all ranks")
+            return 128 + signals[0]
+        return _report_failure(torchrun_log.read_text(encoding="utf-8", errors="replace"), code, outputs)
+
+
+def _run_torchrun(
+    plan: LaunchPlan, torchrun_dir: Path, torchrun_log: Path, outputs: list[RankOutput], signals: list[int]
+) -> int:
+    """Start torchrun, copy the output and forward signals until it ends; returns its exit code."""
+    _log(plan.shown())
+    if plan.nodes > 1:
+        node = "this node" if plan.rank is None else f"node {plan.rank}"
+        _log(f"{node} of {plan.nodes} connects to the others at {plan.master}:{plan.port}")
+    redirected = {"PET_LOG_DIR": str(torchrun_dir), "PET_REDIRECTS": "3"}  # torchrun's --log-dir and --redirects
+    with open(torchrun_log, "wb") as log:
+        torchrun = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *plan.torchrun()[1:]],
+            env={**os.environ, **plan.environment(), **redirected},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # else the terminal's Ctrl-C would reach the ranks a second time
+            preexec_fn=terminate_with_parent,
+        )
+    forwarded = 0
+    while torchrun.poll() is None:
+        for output in outputs:
+            output.copy()
+        if len(signals) > forwarded:
+            number = signals[forwarded]
+            if forwarded == 0:  # torchrun sends it to each rank
+                _log(f"{signal.Signals(number).name}: forwarded to all ranks, which have 30 seconds to end")
+                torchrun.send_signal(number)
+            elif number == signal.SIGINT:  # a second Ctrl-C does not wait
+                torchrun.kill()
+            forwarded += 1
+        time.sleep(POLL_INTERVAL)
+    return torchrun.returncode
+
+
+def _report_failure(report: str, code: int, outputs: list[RankOutput]) -> int:
+    """Log what failed, from torchrun's `report`; returns the exit code."""
+    found = ROOT_CAUSE.search(report)
+    if found is None:
+        _log(
+            f"error: torchrun failed with {_cause(code)} and names no rank; its output ends with\n{_last_lines(report)}"
+        )
+    else:
+        rank, local_rank, code = map(int, found.groups())
+        output = outputs[local_rank]
+        _log(
+            f"error: rank {rank} failed with {_cause(code)}, the other ranks were terminated; its output is in "
+            f"{output.path}, the last lines are\n{_last_lines(output.tail())}"
+        )
+    return code if code >= 0 else 128 - code
+
+
+def _cause(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-SHOWN_LINES:]) or "    (nothing)"
+
+
+def _log(line: str) -> None:
+    _write(2, f"gptlm launch: {line}\n".encode())
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    with suppress(OSError):  # a closed terminal does not end the run
+        while text:
+            text = text[os.write(descriptor, text) :]
 
 
 def count_cards() -> int:
-    """The GPUs of this machine, as nvidia-smi lists them."""
+    """The number of GPUs on this machine, from nvidia-smi."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -69,96 +182,11 @@ def count_cards() -> int:
 
 
 def is_own(address: str) -> bool:
-    """Whether `address` is one of this machine's: only those can be bound."""
+    """Whether `address` belongs to this machine: only those can be bound."""
     try:
-        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address_and_port = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.bind(place)
+            probe.bind(address_and_port)
     except OSError:
         return False
     return True
-
-
-def _make_folders(plan: LaunchPlan, stack: ExitStack) -> Path:
-    """`log_dir`, and in it a passing folder for torchrun's own files."""
-    try:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        passing = tempfile.TemporaryDirectory(prefix=".torchrun-", dir=plan.log_dir, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise GptlmError(
-            f"--log_dir {plan.log_dir} cannot be written to ({error.strerror}); give another --log_dir"
-        ) from error
-    return Path(stack.enter_context(passing)).absolute()
-
-
-def _run(plan: LaunchPlan, raw: Path, ranks: Sequence[RankOutput], caught: Sequence[int]) -> int:
-    """torchrun from start to end; returns its exit code.
-
-    It has a session of its own: Ctrl-C on the terminal reaches the ranks through us and it, once.
-    """
-    _say(plan.shown())
-    if plan.nodes > 1:
-        place = "this node" if plan.rank is None else f"node {plan.rank}"
-        _say(f"{place} of {plan.nodes} meets the others at {plan.master}:{plan.port}")
-    redirected = {"PET_LOG_DIR": str(raw), "PET_REDIRECTS": "3"}  # torchrun's --log-dir and --redirects
-    with open(raw / TORCHRUN_LOG, "wb") as log:
-        torchrun = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *plan.torchrun()[1:]],
-            env={**os.environ, **plan.environment(), **redirected},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-    passed = 0
-    while torchrun.poll() is None:
-        for output in ranks:
-            output.copy()
-        if len(caught) > passed:
-            _pass_on(torchrun, caught[passed], first=passed == 0)
-            passed += 1
-        time.sleep(LOOK)
-    return torchrun.returncode
-
-
-def _pass_on(torchrun: subprocess.Popen, number: int, *, first: bool) -> None:
-    """The first signal goes to torchrun, which sends it to each rank; a second Ctrl-C waits for nobody."""
-    if first:
-        _say(f"{signal.Signals(number).name}: passed on to all ranks, which have 30 seconds to end")
-        torchrun.send_signal(number)
-    elif number == signal.SIGINT:
-        torchrun.kill()
-
-
-def _report(raw: Path, code: int, ranks: Sequence[RankOutput]) -> int:
-    """Say what went wrong; returns the exit code."""
-    said = (raw / TORCHRUN_LOG).read_text(encoding="utf-8", errors="replace")
-    failure = _first_failure(said)
-    if failure is None:
-        _say(f"error: torchrun ended with {_ending(code)}, no rank is to blame; it says:\n{last_lines(said)}")
-        return _as_exit_code(code)
-    output = ranks[failure.local_rank]
-    _say(
-        f"error: rank {failure.rank} ended with {_ending(failure.code)}, the other ranks were ended; its output is in "
-        f"{output.path}, the last lines are\n{last_lines(output.written())}"
-    )
-    return _as_exit_code(failure.code)
-
-
-def _first_failure(said: str) -> Failure | None:
-    """The root cause in torchrun's report."""
-    found = FAILURE.search(said.rpartition("Root Cause")[2])
-    return Failure(*map(int, found.groups())) if found else None
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def _as_exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
-
-
-def _say(line: str) -> None:
-    write(2, f"gptlm launch: {line}\n".encode())

@@ -1,54 +1,68 @@
-"""Where a launcher's command line goes over to the script, and which script that is here."""
+"""Split a launcher's command line at the script, and replace other frameworks' scripts by gptlm's commands."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from gptlm.errors import UsageError
-from gptlm.launcher import aliases as spellings
+
+LAUNCHERS = (("-m", "paddle.distributed.launch"), ("-m", "paddle.distributed.fleet.launch"), ("fleetrun",))
+# scripts of other frameworks, and ours where the path does not exist -> gptlm's command
+SCRIPTS = {
+    "tools/auto.py": "pretrain",
+    "tools/train.py": "pretrain",
+    "tools/eval.py": "evaluate",
+    "run_pretrain.py": "pretrain",
+    "finetune_generation.py": "sft",
+    "scripts/evaluate.py": "evaluate",
+}
+MODULES = {"oneflow_gpt.training": "pretrain"}
+IMPORTS_OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:paddle|paddlenlp|ppfleetx|oneflow)\b", re.MULTILINE)
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The launcher's words, the script (`X.py`, or `-m` and a module; none: []), and the script's words."""
+    """The launcher's flags, the script (`X.py`, or `-m` and a module; none: []), and the script's flags."""
     words = _without_launcher(argv)
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == "-m":
-            return words[:place], words[place : place + 2], words[place + 2 :]
+            return words[:index], words[index : index + 2], words[index + 2 :]
         if word.endswith(".py") and not word.startswith("-"):
-            return words[:place], [word], words[place + 1 :]
+            return words[:index], [word], words[index + 1 :]
     return words, [], []
 
 
 def _without_launcher(argv: Sequence[str]) -> list[str]:
-    """What follows `python -u -m paddle.distributed.launch`, where the words begin with it or part of it."""
+    """`argv` without a leading `python -u -m paddle.distributed.launch` or a part of it."""
     words = list(argv)
     if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
         del words[0]
         while words and words[0] == "-u":
             del words[0]
-    for launcher in spellings.LAUNCHERS:
+    for launcher in LAUNCHERS:
         if tuple(words[: len(launcher)]) == launcher:
             return words[len(launcher) :]
     return words
 
 
 def program(script: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """The script to run, and a note where it stands for another."""
+    """The script to run, and a note if another one was named.
+
+    Raises:
+        UsageError: if there is none, or its file does not exist.
+    """
     if not script or script == ["-m"]:
-        raise UsageError("there is nothing to launch: after the launcher's flags give FILE.py or -m MODULE")
+        raise UsageError("no script to launch: after the launcher's flags give FILE.py or -m MODULE")
     name = script[-1]
-    command, reason = None, "another framework's"
     if len(script) == 2:
-        command = spellings.LAUNCH_MODULES.get(name)
+        command, reason = MODULES.get(name), "another framework's"
     else:
         path = Path(name)
-        here = path.is_file()
-        reason = reason if here else "not here"
-        if not here or re.search(spellings.OTHER_FRAMEWORKS, path.read_text(encoding="utf-8", errors="replace"), re.M):
-            ends = ["/".join(path.parts[-2:]), path.name]
-            command = next((spellings.LAUNCH_SCRIPTS[end] for end in ends if end in spellings.LAUNCH_SCRIPTS), None)
-        if not here and command is None:
+        exists = path.is_file()
+        reason = "another framework's" if exists else "not here"
+        replaced = not exists or IMPORTS_OTHER_FRAMEWORK.search(path.read_text(encoding="utf-8", errors="replace"))
+        command = SCRIPTS.get("/".join(path.parts[-2:]), SCRIPTS.get(path.name)) if replaced else None
+        if not exists and command is None:
             raise UsageError(f"the script {name} does not exist; give the path of a file, or -m MODULE")
     if command is None:
         return tuple(script), None
-    return ("-m", "gptlm", command), f"{name} is {reason}: gptlm {command} runs in its place, with the same words"
+    return ("-m", "gptlm", command), f"{name} is {reason}: gptlm {command} runs instead, with the same arguments"
