@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -36,6 +37,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "launch": 7,
 }
 TOGETHER = ({"config", "compat"}, {"training", "checkpoint"})  # not separated yet
+LONGEST_FILE = 450  # lines
 
 
 def package(file: Path) -> str:
@@ -102,6 +104,19 @@ def test_only_quiet_changes_other_libraries_logs():
     foreign_logger = r"getLogger\((?!__name__\)|\"gptlm\"\))"
     pattern = rf"{foreign_logger}|set_verbosity|(dis|en)able_progress|filterwarnings|simplefilter|DS_ACCELERATOR"
     assert lines_with(pattern, but="quiet.py") == []
+
+
+def test_a_file_is_one_topic():
+    for file in FILES:
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        assert lines <= LONGEST_FILE, f"{file.relative_to(SOURCE)} has {lines} lines; split it by topic"
+
+
+def test_file_names_tell_the_difference():
+    vague = {"utils", "util", "helpers", "helper", "misc", "common", "base"}
+    assert [file for file in FILES if file.stem in vague] == []
+    repeated = Counter("/".join(file.parts[-2:]) for file in FILES)  # folder and name
+    assert [name for name, count in repeated.items() if count > 1] == []
 
 
 def test_scripts_are_thin():

@@ -123,3 +123,10 @@ def test_make_targets_exist():
 def test_files_named_in_the_map_exist():
     for folder in re.findall(r"^\| `(\w+)/` \|", TEXT, flags=re.M):
         assert (ROOT / "src" / "gptlm" / folder).is_dir()
+
+
+def test_files_named_for_contributors_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", text)) - {"utils.py"}
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / name).is_file() and not (ROOT / "src/gptlm" / name).is_file()] == []
