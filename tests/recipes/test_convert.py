@@ -3,13 +3,14 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlm.cli import main
-from gptlm.conversion import huggingface
+from gptlm.model import safetensors_io
 from tests.conversion.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
 
 
@@ -56,7 +57,7 @@ def test_there_and_back_is_bit_exact(folder, capsys):
 
 
 def test_shards_dtype_and_tokenizer(folder, capsys, monkeypatch):
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(safetensors_io, "SHARD_BYTES", 20_000)
     words = ["--from", str(folder / "a"), "--output", str(folder / "b"), "--dtype", "bfloat16"]
     assert main(["convert", *words]) == 0, capsys.readouterr().err
     index = json.loads((folder / "b/model.safetensors.index.json").read_text())
@@ -70,13 +71,13 @@ def test_shards_dtype_and_tokenizer(folder, capsys, monkeypatch):
 
 def test_an_unfitting_result_is_an_error_and_leaves_nothing(folder, capsys, monkeypatch):
     """A file spoilt on its way to the disk is found by its logits."""
-    written = huggingface.save_file
+    written = safetensors.torch.save_file
 
     def spoilt(tensors, *rest):
         written({name: value + 0.1 if "mlp.c_fc.bias" in name else value for name, value in tensors.items()}, *rest)
 
     words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
-    monkeypatch.setattr(huggingface, "save_file", spoilt)
+    monkeypatch.setattr(safetensors.torch, "save_file", spoilt)
     assert main(words) == 1
     assert "the converted model computes other logits" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["a"]

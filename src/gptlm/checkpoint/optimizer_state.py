@@ -5,17 +5,16 @@ moments) and, where the model's own weights are half precision, `master` (their 
 network's names and shapes, so any layout can take its part.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
+from gptlm.model.safetensors_io import LazyTensors, save_shards
 from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, local_shard
@@ -27,26 +26,11 @@ FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory wh
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> None:
     """Write `tensors` as they come; every rank has to take them, one of them `writes`."""
-    pending: dict[str, Tensor] = {}
-    size = number = 0
-    for name, found in tensors:
-        if not writes:
-            continue
-        tensor = to_cpu_float32(found)
-        pending[name] = tensor
-        size += tensor.numel() * tensor.element_size()
-        if size >= FILE_BYTES:
-            number += 1
-            _save(pending, folder, number)
-            pending, size = {}, 0
-    if pending:
-        _save(pending, folder, number + 1)
-
-
-def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> None:
-    path = folder / f"optimizer-{number:05d}.safetensors"
-    save_file(tensors, path)
-    apply_umask(path)
+    if writes:
+        floats = ((name, to_cpu_float32(tensor)) for name, tensor in tensors)
+        save_shards(folder, floats, "optimizer-{:05d}.safetensors", FILE_BYTES)
+    else:
+        deque(tensors, maxlen=0)  # gathering them is collective
 
 
 def files(folder: Path) -> list[Path]:
@@ -82,28 +66,25 @@ class StoredStates:
 
     def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None):
         self.folder, self.weights, self.mesh = folder, weights, mesh
-        self.files: dict[str, Any] = {}
-        for path in files(folder):
-            file = safe_open(path, "pt")
-            self.files.update(dict.fromkeys(file.keys(), file))
+        self.tensors = LazyTensors(files(folder))
 
     def weight(self, name: str) -> Tensor:
         """The most precise copy there is of a parameter."""
         name = checkpoint_name(name)
         key = f"{name}|master"
-        return local_shard(self.mesh, name, self._get(key) if key in self.files else self.weights.get(name))
+        return local_shard(self.mesh, name, self._get(key) if key in self.tensors else self.weights.get(name))
 
     def moment(self, name: str, kind: str) -> Tensor:
         name = checkpoint_name(name)
         return local_shard(self.mesh, name, self._get(f"{name}|{kind}"))
 
     def has_moments(self, name: str) -> bool:
-        return f"{checkpoint_name(name)}|{MOMENTS[0]}" in self.files
+        return f"{checkpoint_name(name)}|{MOMENTS[0]}" in self.tensors
 
     def _get(self, key: str) -> Tensor:
-        if key not in self.files:
+        if key not in self.tensors:
             raise GptlmError(f"the checkpoint {self.folder} lacks {key}; go on from another one")
-        return self.files[key].get_tensor(key)
+        return self.tensors[key]
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

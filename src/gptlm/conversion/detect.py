@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptlm.errors import GptlmError
-from gptlm.model.files import check_safetensors, weight_files
+from gptlm.model.safetensors_io import tensor_shapes, weight_files
 
 NAMES = {
     "hf": "HuggingFace GPT-2",
@@ -219,7 +219,7 @@ def _paddle(folder: Path) -> Found | None:
 
 
 def _names(files: Iterable[tuple[Path, ...]]) -> list[str]:
-    return [name for (path,) in files if path.is_file() for name in check_safetensors(path)]
+    return [name for (path,) in files if path.is_file() for name in tensor_shapes(path)]
 
 
 def _fleetx(folder: Path) -> Found | None:

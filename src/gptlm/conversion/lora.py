@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptlm.conversion.detect import PADDLE_ADAPTERS, holds_paddle_adapters
@@ -23,10 +22,10 @@ from gptlm.conversion.paddle.arrays import tensors_of
 from gptlm.conversion.paddle.read import configuration, gpt2_name
 from gptlm.conversion.paddle.write import THEIRS, as_array
 from gptlm.conversion.source import first
-from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import settings_of
-from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, check_safetensors
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from gptlm.model.safetensors_io import LazyTensors, save_tensors
 
 PADDLE_CONFIG = "lora_config.json"
 PLAIN = {"use_dora": (None, False), "use_rslora": (None, False), "bias": (None, "none"), "rank_pattern": (None, {})}
@@ -107,9 +106,8 @@ def read_peft(folder: Path) -> Adapters:
     for key, plain in PLAIN.items():
         if settings.get(key) not in plain:
             raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain ones are converted")
-    check_safetensors(folder / ADAPTER_WEIGHTS)
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
+    for name, tensor in LazyTensors([folder / ADAPTER_WEIGHTS]).items():
         place, _, kind = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or layer_and_part(f"{place}.weight")[0] is None:
             raise GptlmError(f"{folder / ADAPTER_WEIGHTS} holds {name}, which is no adapter of GPT-2's layers")
@@ -124,8 +122,8 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
     rank, pairs = adapters.of_one_rank()
     tensors = {}
     for module, pair in pairs.items():
-        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.a.to(dtype or pair.a.dtype).contiguous()
-        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.b.to(dtype or pair.b.dtype).contiguous()
+        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.a.to(dtype or pair.a.dtype)
+        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.b.to(dtype or pair.b.dtype)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -139,8 +137,7 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    apply_umask(folder / ADAPTER_WEIGHTS)
+    save_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
 
 
 def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, heads: int | None) -> None:

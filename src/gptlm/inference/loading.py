@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.errors import GptlmError, doing
 from gptlm.model.adapter_files import check_tensors, ends_of
 from gptlm.model.build import load_model
-from gptlm.model.files import ADAPTER_WEIGHTS, CONV1D_WEIGHTS, PEFT_PREFIX, check_weights, has_weights
+from gptlm.model.files import ADAPTER_WEIGHTS, CONV1D_WEIGHTS, PEFT_PREFIX, has_weights
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.lora import merged, warn_of_other_base
+from gptlm.model.safetensors_io import check_weights
 from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
 
 

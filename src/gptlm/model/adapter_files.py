@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.errors import GptlmError
-from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, check_safetensors, has_weights
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, has_weights
 from gptlm.model.presets import Shape
+from gptlm.model.safetensors_io import tensor_shapes
 
 KINDS: dict[str, Any] = {
     "r": int,
@@ -59,7 +60,7 @@ def check_tensors(folder: Path) -> dict[str, list[int]]:
         GptlmError: if they cannot be read or are not those of the configuration: PEFT ignores what it does not name.
     """
     settings = settings_of(folder)
-    shapes = check_safetensors(folder / ADAPTER_WEIGHTS)
+    shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
     rank, targets = settings["r"], settings["target_modules"]
     for name, sizes in shapes.items():
         found = PLACE.search(name)

@@ -1,11 +1,9 @@
 """Make the network: with random weights of a given shape, or from a folder that holds weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GPT2Config
 from transformers.initialization import no_init_weights
@@ -14,6 +12,7 @@ from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
+from gptlm.model.safetensors_io import LazyTensors
 
 SUPPORTED = {  # config key -> the values our network computes
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -141,21 +140,12 @@ class StoredWeights:
     """The weights in a folder, read one at a time; names and layout are the network's, not the files'.
 
     Raises:
-        GptlmError: if there are none.
+        GptlmError: if a file is missing or damaged.
     """
 
     def __init__(self, source: str):
         self.source = source
-        folder = Path(source)
-        index = folder / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-        paths = [folder / name for name in names or ["model.safetensors"]]
-        self.files: dict[str, Any] = {}
-        for path in paths:
-            if not path.is_file():
-                raise GptlmError(f"{path} does not exist; the weights of {source} are not whole")
-            file = safe_open(path, "pt")
-            self.files.update(dict.fromkeys(file.keys(), file))
+        self.tensors = LazyTensors.of_model(Path(source))
 
     def get(self, name: str) -> torch.Tensor:
         """One weight in float32.
@@ -164,8 +154,8 @@ class StoredWeights:
             GptlmError: if it is not there.
         """
         for stored in (name, name.removeprefix("transformer.")):  # the oldest files lack the prefix
-            if stored in self.files:
-                tensor = self.files[stored].get_tensor(stored).float()
+            if stored in self.tensors:
+                tensor = self.tensors[stored].float()
                 return tensor.t().contiguous() if name.endswith(CONV1D_WEIGHTS) else tensor
         raise GptlmError(f"the weights in {self.source} lack {name}; give a folder written by save_pretrained")
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of
 from gptlm.model.adapter_files import settings_of
-from gptlm.model.files import ADAPTER_WEIGHTS, check_safetensors, weight_files
+from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.quiet import warnings_ignored
 
 logger = logging.getLogger(__name__)
@@ -75,18 +75,13 @@ class StoredAdapters:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        check_safetensors(folder / ADAPTER_WEIGHTS)
-        try:
-            self.file = safe_open(folder / ADAPTER_WEIGHTS, "pt")
-        except Exception as error:  # FileNotFoundError and safetensors' own kinds
-            raise GptlmError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {reason_of(error)}") from error
-        self.names = set(self.file.keys())
+        self.tensors = LazyTensors([folder / ADAPTER_WEIGHTS])
 
     def get(self, name: str) -> Tensor:
         key = file_name(name)
-        if key not in self.names:
+        if key not in self.tensors:
             raise GptlmError(f"the adapters in {self.folder} lack {key}: they have other targets or tokens")
-        return self.file.get_tensor(key)
+        return self.tensors[key]
 
 
 def file_name(parameter: str) -> str:
@@ -133,7 +128,7 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
         if is_out_of_memory(error):
             raise
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
-    names = StoredAdapters(folder).names
+    names = LazyTensors([folder / ADAPTER_WEIGHTS]).keys()
     parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")  # the last one of DoRA, without ".weight" in the file
     found = [file_name(name) for name, _ in adapted.named_parameters() if any(part in name for part in parts)]
     wanted = [name.removesuffix(".weight") if "magnitude" in name else name for name in found]
@@ -145,13 +140,11 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
 
 def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the adapters of `model` into `folder`; `weights` are its trainable parameters, whole, by name."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     fingerprint = getattr(model, "base_fingerprint", None)
     facts = {"format": "pt"} | ({KEY: fingerprint} if fingerprint else {})
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_WEIGHTS, facts)
+    save_tensors(folder / ADAPTER_WEIGHTS, state, facts)
     config: Any = model.peft_config[ADAPTER]
     trained, config.inference_mode = config.inference_mode, True
     config.fan_in_fan_out = True
@@ -161,7 +154,6 @@ def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) ->
     GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)  # what ends a turn
     entries = network.config.vocab_size if config.trainable_token_indices else None
     write_card(folder, str(config.base_model_name_or_path), entries)
-    apply_umask(folder / ADAPTER_WEIGHTS)
 
 
 KEY = "base_fingerprint"  # in the header of the adapters' file, which PEFT passes over
@@ -178,27 +170,20 @@ def fingerprint_of(folder: Path) -> str | None:
     """
     digest = hashlib.sha256()
     try:
-        places = {name.removeprefix("transformer."): (path, name) for path, name in _names(folder)}
-        for name in sorted(_sampled(places)):
-            path, stored = places[name]
-            with safe_open(path, "pt") as file:
-                tensor = file.get_slice(stored)
-                count = min(tensor.get_shape()[0], WORD_ROWS) if name == "wte.weight" else tensor.get_shape()[0]
-                for row in range(0, count, max(1, count // ROWS)):
-                    values = tensor[row : row + 1].to(torch.bfloat16).flatten()
-                    digest.update(values.view(torch.int16).numpy().tobytes())
+        stored = LazyTensors.of_model(folder)
+        names = {name.removeprefix("transformer."): name for name in stored}
+        for name in sorted(_sampled(names)):
+            tensor = stored.part(names[name])
+            count = min(tensor.get_shape()[0], WORD_ROWS) if name == "wte.weight" else tensor.get_shape()[0]
+            for row in range(0, count, max(1, count // ROWS)):
+                values = tensor[row : row + 1].to(torch.bfloat16).flatten()
+                digest.update(values.view(torch.int16).numpy().tobytes())
     except (GptlmError, OSError, SafetensorError):
         return None
-    return digest.hexdigest()[:16] if places else None
+    return digest.hexdigest()[:16] if names else None
 
 
-def _names(folder: Path) -> Iterator[tuple[Path, str]]:
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            yield from ((path, name) for name in file.keys())
-
-
-def _sampled(names: dict[str, tuple[Path, str]]) -> Iterator[str]:
+def _sampled(names: dict[str, str]) -> Iterator[str]:
     """The embeddings, the last norm, and the matrices of evenly spaced layers."""
     layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("h.")})
     chosen = {f"h.{layer}" for layer in layers[:: max(1, len(layers) // LAYERS)]}
@@ -221,8 +206,7 @@ def check_base(checkpoint: Path, base: Path) -> None:
 
 def _trained_on(adapters: Path) -> str | None:
     """The fingerprint of the weights that `adapters` were trained on, where it was noted."""
-    with safe_open(adapters / ADAPTER_WEIGHTS, "pt") as file:
-        return (file.metadata() or {}).get(KEY)
+    return read_header(adapters / ADAPTER_WEIGHTS)[1].get(KEY)
 
 
 def warn_of_other_base(adapters: Path, base: str) -> None:

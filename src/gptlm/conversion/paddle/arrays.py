@@ -1,43 +1,25 @@
 """The tensors in one file of PaddleNLP or FleetX, by its own names."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gptlm.conversion.paddle import names as words
 from gptlm.conversion.safe_pickle import read_pickle
 from gptlm.errors import GptlmError
-from gptlm.model.files import check_safetensors
+from gptlm.model.safetensors_io import LazyTensors
 
 
-class OnDisk(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each read when it is asked for.
-
-    Raises:
-        GptlmError: if a file is missing or damaged.
-    """
-
-    def __init__(self, paths: Iterable[Path]):
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            check_safetensors(path)
-            file: Any = safe_open(path, "pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+class PaddleTensors(LazyTensors):
+    """The tensors of safetensors files that PaddleNLP wrote."""
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._files[name].get_tensor(name)
+        tensor = super().__getitem__(name)
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor  # paddle's bits of bfloat16
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 class Renamed(Mapping[str, Tensor]):
@@ -66,7 +48,7 @@ def tensors_of(path: Path) -> Mapping[str, Tensor]:
         GptlmError: if it cannot be read or holds anything else.
     """
     if path.suffix == ".safetensors":
-        return OnDisk([path])
+        return PaddleTensors([path])
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise GptlmError(f"{path} holds no weights (a {type(content).__name__})")

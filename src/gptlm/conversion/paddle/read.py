@@ -17,7 +17,7 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WPE, WTE, layer_and_part
 from gptlm.conversion.paddle import names as words
-from gptlm.conversion.paddle.arrays import OnDisk, Renamed, tensors_of
+from gptlm.conversion.paddle.arrays import PaddleTensors, Renamed, tensors_of
 from gptlm.conversion.paddle.optimizer import MASTERS, SCHEDULE, optimizer_of, states_of
 from gptlm.conversion.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
 from gptlm.errors import GptlmError, reason_of
@@ -169,7 +169,7 @@ class UnifiedSource(PaddleSource):
         )
 
     def _ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
-        return [(OnDisk(self.found.files[0]), self.found.folder)]
+        return [(PaddleTensors(self.found.files[0]), self.found.folder)]
 
 
 def gpt2_name(name: str) -> str | None:

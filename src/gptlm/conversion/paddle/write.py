@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gptlm.conversion.gpt2_names import WPE, WTE, layer_and_part
-from gptlm.conversion.huggingface import write_weights
 from gptlm.conversion.paddle import names as words
 from gptlm.conversion.paddle.read import CONFIG
 from gptlm.conversion.source import Source
 from gptlm.errors import GptlmError
+from gptlm.model.safetensors_io import save_model_weights
 
 THEIRS = {ours: theirs for theirs, ours in words.MODULES.items()}
 
@@ -49,7 +49,7 @@ def write_paddle(
     (folder / CONFIG).write_text(json.dumps(_config(source, fused, kept), indent=1) + "\n", encoding="utf-8")
     weights = named(source, fused, kept, done)
     if not pdparams:
-        write_weights(folder, weights, form="np")
+        save_model_weights(folder, weights, library="np")
         return
     with (folder / "model_state.pdparams").open("wb") as file:
         pickle.dump({name: as_array(value) for name, value in weights}, file, protocol=4)

@@ -16,7 +16,7 @@ from gptlm.checkpoint import folder as checkpoint
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
 from gptlm.model.build import check_finite
-from gptlm.model.files import check_weights
+from gptlm.model.safetensors_io import check_weights
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import check_float8

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from gptlm.config.args.convert import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.conversion.gpt2_names import LAST, WPE, WTE, all_names, layer_names
-from gptlm.conversion.huggingface import config_of, write_weights
+from gptlm.conversion.huggingface import config_of
 from gptlm.conversion.lora import kind_of
 from gptlm.conversion.megatron.write import check_degrees, padded_rows, write_megatron
 from gptlm.conversion.open import opened
@@ -29,6 +29,7 @@ from gptlm.errors import GptlmError, UsageError, doing
 from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
+from gptlm.model.safetensors_io import save_model_weights
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
@@ -216,7 +217,7 @@ def write_folder(
             yield name, value.to(kept)
             done()
 
-    write_weights(folder, weights())
+    save_model_weights(folder, weights())
 
 
 def _widest(source: Source) -> torch.dtype:

@@ -1,0 +1,179 @@
+"""Read and write safetensors files, one tensor in memory at a time.
+
+File format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header in JSON, then
+the tensors. Nothing here imports torch before tensors are read or written: the command line checks files, too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from gptlm.disk import apply_umask
+from gptlm.errors import GptlmError, reason_of
+from gptlm.model.files import WEIGHTS, WEIGHTS_INDEX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARD_BYTES = 1 << 30  # of a model's files: what a conversion holds in memory
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in `folder`; empty if its weights have another format.
+
+    Raises:
+        GptlmError: if the index is damaged.
+    """
+    index = folder / WEIGHTS_INDEX
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise GptlmError(f"{index} is damaged ({error!r}); copy the folder again") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raises GptlmError, which names the file, if a safetensors file of the model in `folder` is missing or damaged."""
+    for path in weight_files(folder):
+        tensor_shapes(path)
+
+
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in `path` by name. Raises GptlmError as `read_header`."""
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """The shapes of the tensors in `path` by name, and the file's metadata.
+
+    Raises:
+        GptlmError: if the file cannot be read, or does not have the size that its header gives.
+    """
+    try:
+        with path.open("rb") as file:
+            length = struct.unpack("<Q", file.read(8))[0]
+            size = path.stat().st_size
+            header = json.loads(file.read(length)) if length < size else {}
+        metadata = header.pop("__metadata__", None) or {}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: list(entry["shape"]) for name, entry in header.items()}
+    except OSError as error:
+        raise GptlmError(f"cannot read {path}: {error.strerror}; copy or download it again") from error
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        raise GptlmError(f"{path} is damaged: its header is no list of tensors; copy or download it again") from error
+    expected = 8 + length + end
+    if size != expected:
+        raise GptlmError(
+            f"{path} is damaged: it has {size:,} bytes, its header says {expected:,}; copy or download it again"
+        )
+    return shapes, metadata
+
+
+class LazyTensors(Mapping[str, "Tensor"]):
+    """The tensors of safetensors files by name; each is read when it is looked up.
+
+    Raises:
+        GptlmError: if a file is missing, truncated or damaged.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            tensor_shapes(path)  # safe_open does not name the file in its errors
+            try:
+                file: Any = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise GptlmError(f"{path} cannot be read: {reason_of(error)}; copy or download it again") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @classmethod
+    def of_model(cls, folder: Path) -> LazyTensors:
+        """The weights of the model in `folder`, in one file or in the shards of its index."""
+        return cls(weight_files(folder) or [folder / WEIGHTS])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def part(self, name: str) -> Any:
+        """The tensor as safetensors' slice object: `part(name)[:10]` reads 10 rows only."""
+        return self._files[name].get_slice(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write `tensors` into one file, with the permissions of any new file there."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    apply_umask(path)
+
+
+def save_shards(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    file_name: str,
+    max_bytes: int,
+    metadata: dict[str, str] | None = None,
+) -> list[dict[str, int]]:
+    """Write `tensors` as they come into files of at most `max_bytes`, or of one tensor that is larger.
+
+    `huggingface_hub.save_torch_state_dict` needs all tensors at once; here one file's tensors are in memory.
+
+    Args:
+        file_name: format string with the number of the file, which starts at 1.
+
+    Returns:
+        For each file the bytes of its tensors by name.
+    """
+    shards: list[dict[str, int]] = []
+    pending: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+
+    def save_pending() -> None:
+        nonlocal pending, sizes
+        shards.append(sizes)
+        save_tensors(folder / file_name.format(len(shards)), pending, metadata)
+        pending, sizes = {}, {}
+
+    for name, tensor in tensors:
+        if pending and sum(sizes.values()) + tensor.nbytes > max_bytes:
+            save_pending()
+        pending[name], sizes[name] = tensor, tensor.nbytes
+    if pending:
+        save_pending()
+    return shards
+
+
+def save_model_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, library: str = "pt") -> None:
+    """Write a model's weights as `save_pretrained` does: one file, or shards of `SHARD_BYTES` with an index.
+
+    Args:
+        library: "format" in the files' metadata, which transformers requires ("pt": torch, "np": numpy).
+    """
+    shards = save_shards(folder, weights, ".shard-{}", SHARD_BYTES, {"format": library})
+    places: dict[str, str] = {}
+    for number, sizes in enumerate(shards, start=1):  # their names contain the number of shards
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        (folder / f".shard-{number}").rename(folder / name)
+        places |= dict.fromkeys(sizes, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards)}, "weight_map": places}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
