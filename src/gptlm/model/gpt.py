@@ -1,10 +1,10 @@
-"""The network: GPT-2's modules with `nn.Linear` inside, GPT-2's checkpoint outside.
+"""The network: GPT-2 with `nn.Linear` in memory and plain GPT-2 checkpoints on disk.
 
-Names and shapes are those of HuggingFace's GPT-2 (`transformer.h.0.attn.c_attn`, ...), except that the four
-matrices of a block are `nn.Linear` (weight (out, in)) where GPT-2 on disk has Conv1D (weight (in, out)). They are
-transposed on load and on save, nothing else, so stock `AutoModelForCausalLM.from_pretrained` reads what we write.
+Module names and shapes are those of HuggingFace's GPT-2 (`transformer.h.0.attn.c_attn`, ...), with one exception: the
+four matrices of a block are `nn.Linear`, weight (out, in), where GPT-2's checkpoints have Conv1D, weight (in, out).
+Loading and saving transposes them, so that stock `AutoModelForCausalLM.from_pretrained` reads our checkpoints.
 
-Shapes: B batch, T tokens, D width, H heads, V vocabulary.
+Shapes: width = n_embd = heads x head_dim; vocabulary = vocab_size.
 """
 
 import copy
@@ -38,25 +38,32 @@ logger = logging.getLogger(__name__)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `c_attn`'s output is [q | k | v], each H x (D / H) wide."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: GPT2Config, layer: int):
         super().__init__()
         self.layer = layer
         self.head_dim = config.n_embd // config.n_head
-        self.dropout = config.attn_pdrop
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # output: [q | k | v], each heads x head_dim
         self.c_proj = residual_projection(config.n_embd, config.n_embd)
-        self.recompute_core = False
-        self.core_context: Callable[[], AbstractContextManager] | None = None  # what attention's dropout is drawn in
-        # PaddleNLP drops the attention output with attention_probs_dropout_prob, GPT-2 with resid_pdrop.
+        self.dropout = config.attn_pdrop
+        # PaddleNLP uses attention_probs_dropout_prob for the attention output as well, GPT-2 uses resid_pdrop there.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
+        self.recompute_core = False
+        # Tensor parallelism: each rank draws the dropout of its own heads, all other dropout is the same on all ranks.
+        self.core_context: Callable[[], AbstractContextManager] | None = None
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
-        """(B, T, D) -> (B, T, D). `mask` None means causal attention over T tokens, or inside `documents`."""
-        projected = self.c_attn(x)
-        heads = (*projected.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+        """(batch, length, width) -> (batch, length, width).
+
+        Args:
+            mask: (batch, 1, length, past + length), or None for causal attention.
+            cache: keys and values of the past, which this call extends.
+            documents: limits attention to tokens of the same document; needs `mask` None.
+        """
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (batch, length, width)
+        # (batch, heads, length, head_dim), where heads are those of this rank under tensor parallelism.
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         if self.recompute_core and self.training:
@@ -66,38 +73,24 @@ class Attention(nn.Module):
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
-        """softmax(q k / sqrt(D / H)) v with dropout, (B, H, T, D / H)."""
+        """dropout(softmax(q k^T / sqrt(head_dim))) v, (batch, heads, length, head_dim)."""
         dropout = self.dropout if self.training else 0.0
-        within = self._softmax_within if dropout and self.core_context is not None else self._softmax
-        return within(q, k, v, mask, documents, dropout)
+        attend = self._attend_in_context if dropout and self.core_context is not None else self._attend
+        return attend(q, k, v, mask, documents, dropout)
 
-    @torch.compiler.disable
-    def _softmax_within(self, *args) -> Tensor:
-        """Not compiled: a context that changes the generator cannot be, and would keep all around it from being so."""
+    @torch.compiler.disable  # changing the RNG generator causes a graph break
+    def _attend_in_context(self, *args) -> Tensor:
         assert self.core_context is not None
         with self.core_context():
-            return self._softmax(*args)
+            return self._attend(*args)
 
-    def _softmax(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
+    def _attend(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
         if documents is not None:
             return document_attention(q, k, v, documents, dropout)
-        causal = True if mask is None and q.shape[2] > 1 else False  # compiled for any length it is a bool, too
+        # A single query sees the whole cache. The conditional makes a plain bool of the SymBool that torch.compile
+        # has for a dynamic length, which scaled_dot_product_attention does not accept.
+        causal = True if mask is None and q.shape[2] > 1 else False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-
-
-def residual_projection(inputs: int, outputs: int) -> nn.Linear:
-    """The last Linear of a residual branch, initialised smaller (see `GPTPreTrainedModel._init_weights`)."""
-    linear = nn.Linear(inputs, outputs)
-    linear.is_residual_projection = True  # type: ignore[assignment]
-    return linear
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GPT-2's GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    wide = x.float()  # (1 + tanh z) / 2 is sigmoid 2 z, which GPUs compute faster
-    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -109,12 +102,28 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, inner)
         self.c_proj = residual_projection(inner, config.n_embd)
         self.dropout = nn.Dropout(config.resid_pdrop)
-        self.fused = False  # GELU may be computed inside the matrix products, where they are compiled
+        self.fused = False  # compute GELU in the epilogue of the matrix products, where compiled and supported
 
     def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> (batch, length, width)."""
         if self.fused and torch.compiler.is_compiling() and supports_fused(x, self.c_fc, self.c_proj):
             return self.dropout(fused_feed_forward(x, self.c_fc, self.c_proj))
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))
+
+
+def residual_projection(inputs: int, outputs: int) -> nn.Linear:
+    """The last Linear of a residual branch; `_init_weights` scales it down."""
+    linear = nn.Linear(inputs, outputs)
+    linear.is_residual_projection = True  # type: ignore[assignment]
+    return linear
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()  # (1 + tanh z) / 2 = sigmoid 2 z, which is faster in generated GPU code
+    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -126,7 +135,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
-        self.recompute = ""
+        self.recompute = ""  # "full", "full_attn", "core_attn" or nothing
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
         if self.recompute == "full" and self.training:
@@ -142,14 +151,14 @@ class Block(nn.Module):
 
 
 class GPTPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know to create, load and save the network."""
+    """Class attributes and initialization that transformers uses to create, load and save the network."""
 
     config_class = GPT2Config
     config: GPT2Config
     base_model_prefix = "transformer"
     _no_split_modules = ["Block"]
     _supports_sdpa = True
-    _keys_to_ignore_on_load_unexpected = [r"attn\.bias$", r"attn\.masked_bias$"]  # buffers of old files
+    _keys_to_ignore_on_load_unexpected = [r"attn\.bias$", r"attn\.masked_bias$"]  # buffers in old GPT-2 files
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -167,7 +176,7 @@ class GPTPreTrainedModel(PreTrainedModel):
 
 
 class GPTModel(GPTPreTrainedModel):
-    """Embeddings, blocks and the final layer norm: token ids (B, T) -> hidden states (B, T, D)."""
+    """Embeddings, blocks and the final layer norm."""
 
     def __init__(self, config: GPT2Config):
         super().__init__(config)
@@ -179,11 +188,11 @@ class GPTModel(GPTPreTrainedModel):
         self.post_init()
 
     def set_recompute(self, granularity: str | None, keep: Collection[int] = ()) -> None:
-        """What backward computes again instead of keeping it from forward.
+        """Choose which activations backward recomputes instead of keeping them from forward.
 
         Args:
             granularity: "full" the block, "full_attn" or "only_attn" its attention with both projections, "core_attn"
-                only softmax(q k) v; None keeps everything.
+                only softmax(q k^T) v; None keeps everything.
             keep: numbers of layers that keep everything.
         """
         for block in self.own_blocks:
@@ -193,7 +202,7 @@ class GPTModel(GPTPreTrainedModel):
 
     @property
     def own_blocks(self) -> list[Any]:
-        """The blocks that this process holds, all of them unless other pipeline stages hold some."""
+        """The blocks of this process: all of them, unless other pipeline stages hold some."""
         return [block for block in self.h if hasattr(block, "attn")]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -212,46 +221,47 @@ class GPTModel(GPTPreTrainedModel):
         use_cache: bool = False,
         documents: Documents | None = None,
     ) -> BaseModelOutputWithPast:
-        """Args: `attention_mask` (B, past + T) is 1 on tokens and 0 on padding; `position_ids` (B, T); `documents`
-        limits attention to each of them and goes without `attention_mask` and `cache`."""
+        """Token ids (batch, length) -> hidden states (batch, length, width).
+
+        Args:
+            attention_mask: (batch, past + length), 1 on tokens and 0 on padding.
+            position_ids: (batch, length).
+            documents: limits attention to tokens of the same document; excludes `attention_mask` and `cache`.
+        """
         assert documents is None or (attention_mask is None and cache is None and not use_cache)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        x = self.wte(given) if inputs_embeds is None else given
+        x = self.wte(given) if inputs_embeds is None else given  # (batch, length, width)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past, past + given.shape[1], device=x.device)[None]
-        mask = self._mask(x, attention_mask, position_ids, cache)
+        mask = None  # plain causal attention, for which SDPA has its fastest kernels
+        if attention_mask is not None or cache is not None:  # (batch, 1, length, past + length)
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=x,
+                attention_mask=attention_mask,
+                cache=cache,
+                position_ids=position_ids,
+            )
         x = self.drop(x + self.wpe(position_ids))
         for block in self.h:
             x = block(x, mask, cache, documents)
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=cache if use_cache else None)
 
-    def _mask(self, x: Tensor, attention_mask, position_ids: Tensor, cache: Cache | None) -> Tensor | None:
-        """None where plain causal attention is meant, so that the fast kernels run; else a (B, 1, T, past + T) mask."""
-        if attention_mask is None and cache is None:
-            return None
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            cache=cache,
-            position_ids=position_ids,
-        )
-
 
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
-    """GPT with its language-model head, tied to the token embedding unless the config says otherwise."""
+    """GPT with a language-model head, which is tied to the token embedding unless the config disables it."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
-    accepts_loss_kwargs = True  # the Trainer hands in num_items_in_batch
+    accepts_loss_kwargs = True  # the Trainer passes num_items_in_batch
 
     def __init__(self, config: GPT2Config):
         super().__init__(config)
         self.transformer = GPTModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.output_loss = summed_loss
+        self.output_loss = summed_loss  # (hidden, head weight, targets) -> sum; replaced where the head is sharded
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -276,18 +286,19 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         max_seqlen: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Loss for training, logits for everything else.
+        """The loss if there are labels, else the logits.
 
         Args:
-            labels: (B, T) token ids; alone they are shifted here (HuggingFace's convention), -100 is ignored.
-            shift_labels: (B, T) the target of each position, used as they are; they win over `labels`.
+            labels: (batch, length) token ids, shifted here (HuggingFace's convention); -100 is ignored.
+            shift_labels: (batch, length) the target of each position, not shifted again; overrides `labels`.
             num_items_in_batch: divisor of the summed loss; None means the number of targets in this batch.
-            logits_to_keep: logits of the last n positions (0 = all). Unset, there are none when a loss is asked for.
-            cu_seqlens: (n + 1,) int64, where documents begin in the batch laid end to end, and B x T: attention stays
-                inside each. `max_seqlen` is the longest one.
+            logits_to_keep: also return logits of the last n positions (0 = all) beside a loss.
+            cu_seqlens: (documents + 1,) int64, first token of each document in the flattened batch, then batch x
+                length. Attention stays inside each document.
+            max_seqlen: tokens of the longest document.
 
         Returns:
-            loss: float32 scalar or None; logits: (B, n, V) or None.
+            loss: float32 scalar or None; logits: (batch, n, vocabulary) or None.
         """
         out = self.transformer(
             input_ids=input_ids,
@@ -305,7 +316,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             loss = self._loss(hidden, shift_labels, num_items_in_batch)
         logits = None
-        if loss is None or logits_to_keep is not None:
+        if loss is None or logits_to_keep is not None:  # training never needs them: 3.3 GB in fp32 for 16 x 1024 tokens
             logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=out.cache)
 
@@ -315,7 +326,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         return total / count.clamp(min=1)  # no target at all: 0, not 0 / 0
 
     def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
-        """As transformers' own; the config names the stock class, which is what lies on disk, and all may read it."""
+        """Save a stock GPT-2 folder: config.json names GPT2LMHeadModel, which is what the files contain."""
         in_memory, self.generation_config = self.generation_config, saved_generation(self.generation_config)
         try:
             super().save_pretrained(save_directory, **kwargs)
@@ -324,20 +335,20 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if kwargs.get("is_main_process", True):
             for file in Path(save_directory).glob("*.safetensors"):
                 apply_umask(file)
-            in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer switches it off
+            in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer disables it
             self.config.architectures = ["GPT2LMHeadModel"]
             self.config.save_pretrained(save_directory)
             self.config.use_cache = in_training
 
 
 def saved_generation(config: GenerationConfig) -> GenerationConfig:
-    """What of `config` is written: all of it with a padding id, or the special ids alone if it contradicts itself.
+    """`config` with a padding id, in a form that can be saved: only its special token ids if its fields conflict.
 
-    transformers refuses to write settings that it only warns of when it reads them (`temperature` without `do_sample`),
-    which would cost a run its model.
+    transformers refuses to save conflicts that it only warns about on load (`temperature` without `do_sample`). A run
+    must not lose its model over that.
     """
     kept = copy.deepcopy(config)
-    kept._from_model_config = None  # else what the user changes later in the file is not read
+    kept._from_model_config = None  # else transformers ignores later changes of the file by the user
     ids = {name: getattr(kept, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if ids["pad_token_id"] is None:
         ends = ids["eos_token_id"]
@@ -348,8 +359,8 @@ def saved_generation(config: GenerationConfig) -> GenerationConfig:
     except ValueError as error:
         fields = ", ".join(re.findall(r"^- `(\w+)`", str(error), re.MULTILINE))
         logger.warning(
-            "the base model's generation_config.json contradicts itself (%s; transformers refuses to save it): only "
-            "its special token ids are saved",
+            "the base model's generation_config.json has conflicting settings (%s), which transformers refuses to "
+            "save; only its special token ids are saved",
             fields or error,
         )
         return GenerationConfig(**{name: None if value == -1 else value for name, value in ids.items()})
