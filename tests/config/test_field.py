@@ -13,6 +13,7 @@ class Group:
     count: int = arg(8, "a count", ge=1)
     steps: int = arg(-1, "steps", ge=1, also={-1: "epochs decide"})
     wait: int = arg(60, "a wait", ge=1, le=100, unit="seconds")
+    tokens: int = arg(1, "tokens", ge=1, unit="tokens")
     rate: float = arg(0.1, "a rate", ge=0)
     share: float = arg(0.5, "a share", gt=0, lt=1)
     start: int = arg(1, "first step", ge=0, le=1)
@@ -27,6 +28,7 @@ class Group:
         ("count", 0, "0: expected at least 1"),
         ("steps", 0, "0: expected at least 1, or -1 (epochs decide)"),
         ("steps", -1, None),
+        ("tokens", 0, "0: expected at least 1 token"),
         ("wait", 101, "101: expected 1 to 100 seconds"),
         ("wait", 100, None),
         ("rate", -1e-5, "-1e-05: expected at least 0"),

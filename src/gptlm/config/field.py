@@ -10,6 +10,8 @@ from gptlm.config.problem import Problem
 
 LARGEST = 1 << 40  # larger whole numbers are typing errors
 LARGEST_SEED = 2**32 - 1  # numpy's limit
+LARGEST_PORT = 2**16 - 1
+LONGEST_WAIT = 1_000_000_000  # seconds; torch counts nanoseconds, and far larger numbers overflow to a hang
 COMPARE = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 
 
@@ -59,14 +61,15 @@ def check_fields(*groups: Any) -> list[Problem]:
 
 
 def range_of(f: Field) -> str:
-    """The range of a field in words ("1 to 65535", "at least 1 second"), or ""."""
+    """The range of a field in words ("1 to 65535", "at least 1 step"), or ""."""
     ge, gt, le, lt = (f.metadata[bound] for bound in COMPARE)
     if ge is not None and le is not None:
         text = f"{_shown(ge)} {'or' if f.type is int and le == ge + 1 else 'to'} {_shown(le)}"
     else:
         bounds = {"at least": ge, "more than": gt, "at most": le, "less than": lt}
         text = " and ".join(f"{word} {_shown(bound)}" for word, bound in bounds.items() if bound is not None)
-    text += f" {f.metadata['unit']}" if text and f.metadata["unit"] else ""
+    if text and f.metadata["unit"]:
+        text += f" {f.metadata['unit'].removesuffix('s') if text.endswith(' 1') else f.metadata['unit']}"
     return ", or ".join([text, *(f"{_shown(value)} ({meaning})" for value, meaning in f.metadata["also"].items())])
 
 

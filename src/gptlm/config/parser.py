@@ -192,8 +192,8 @@ def _help_of(flag: tuple[Field, Any], aliases: list[str], default: str | None) -
     if default is None and _default(f) not in (None, "", []):
         default = shown(_default(f))
     choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
-    limits = f" [{range_of(f)}]" if range_of(f) else ""
-    yield f"  --{f.name} <{_type_name(kind)}>{choices}{limits}"
+    limits = range_of(f) or f.metadata["unit"]
+    yield f"  --{f.name} <{_type_name(kind)}>{choices}{f' [{limits}]' if limits else ''}"
     yield f"      {f.metadata['help']}{f' (default: {default})' if default is not None else ''}"
     if aliases:
         yield f"      also --{', --'.join(aliases)}"
