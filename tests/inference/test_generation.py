@@ -16,10 +16,10 @@ from gptlm.inference.generation import (
     Sampling,
     Stream,
     check_rows,
-    continue_apart,
-    continue_prompts,
     continue_rows,
+    encode_prompts,
     stop_ids,
+    text_of,
 )
 from gptlm.inference.loading import load_for_inference
 from gptlm.inference.scoring import Row, score
@@ -43,8 +43,11 @@ def model(tokenizer):
 
 
 def run(model, tokenizer, prompts=PROMPTS, **change):
-    settings = {"batch_size": 2, "max_prompt_tokens": 30, "max_new_tokens": 8, **change}
-    return list(continue_prompts(model, tokenizer, prompts, **settings))
+    """Texts of continuations, as `gptlm predict` makes them."""
+    settings = {"batch_size": 2, "max_new_tokens": 8, **change}
+    rows = encode_prompts(tokenizer, prompts, settings.pop("max_prompt_tokens", 30))
+    check_rows(rows, model.config.n_positions, model.config.vocab_size, settings["max_new_tokens"])
+    return [text_of(tokenizer, ids) for ids in continue_rows(model, tokenizer, rows, independent=True, **settings)]
 
 
 def test_rows_without_a_token_are_never_drawn(model, tokenizer):
@@ -158,7 +161,8 @@ def test_a_batch_gives_what_stock_code_gives_single_prompts(tokenizer, stock, as
         out = plain.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), **settings)
         wanted += [list(takewhile(lambda token: token != eos, new)) for new in out[:, len(row) :].tolist()]
     own, _ = load_for_inference(str(folder), torch.device("cpu"))
-    found = continue_apart(own, tokenizer, rows, batch_size=3, max_new_tokens=8, sampling=Sampling(**asked))
+    settings = {"batch_size": 3, "max_new_tokens": 8, "independent": True}
+    found = continue_rows(own, tokenizer, rows, sampling=Sampling(**asked), **settings)
     assert list(found) == wanted
     assert len({tuple(row) for row in wanted}) > 5
 

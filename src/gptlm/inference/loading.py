@@ -7,13 +7,27 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing
-from gptlm.model.adapter_files import check_tensors, ends_of
+from gptlm.model.adapter_files import base_and_adapters, base_hint, check_tensors, ends_of
 from gptlm.model.build import load_model
 from gptlm.model.files import ADAPTER_WEIGHTS, CONV1D_WEIGHTS, PEFT_PREFIX, has_weights
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.hub import model_folder
 from gptlm.model.lora import merged, warn_of_other_base
 from gptlm.model.safetensors_io import check_weights
 from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
+
+
+def find_model(name: str, lora_path: str | None) -> tuple[str, str | None]:
+    """The local folder of the model `name`, and the folder of its adapters or None.
+
+    Args:
+        name: a folder with a model, a folder with adapters (which names its base model), or a built-in name.
+
+    Raises:
+        GptlmError: if the model is not found, or the adapters' configuration cannot be read.
+    """
+    base, adapters = base_and_adapters(name, lora_path)
+    return model_folder(base, base_hint(adapters)), adapters
 
 
 @doing("loading the model")

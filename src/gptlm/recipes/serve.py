@@ -1,9 +1,8 @@
-"""A page on this machine to try a model: prompt and controls on one side, the text as it is made on the other."""
+"""A local web page to try a model, built with gradio: prompt and controls on the left, streamed text on the right."""
 
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.predict import PredictArguments
-from gptlm.errors import GptlmError, reason_of
+from gptlm.errors import GptlmError, named, reason_of
 from gptlm.inference.generation import Sampling, Stream, encode_prompts
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.recipes.predict import load, log_to
@@ -21,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
-    """Show the page until Ctrl-C.
+    """Serve the page until Ctrl-C.
 
     Raises:
         GptlmError: if gradio is not installed, the port is taken, or the model cannot be loaded.
     """
-    log_to(sys.stdout, notes)
+    log_to(notes)
     gradio = _gradio()
     _check_free(arguments.host, arguments.port)
     model, tokenizer = load(arguments)
@@ -45,7 +44,7 @@ def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
 
 
 class _Writer:
-    """What the button calls."""
+    """The event handler of the button "Continue"."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class _Writer:
         seed: float | None,
         stop_at_eol: bool,
     ) -> Iterator[str]:
-        """The text so far, again and again."""
+        """Yields the text so far after each new piece: gradio replaces the whole content of a text box."""
         sampling = Sampling(do_sample, int(top_k), float(top_p), float(temperature), float(penalty))
         torch.manual_seed(int(seed or 0))
         text = ""
@@ -110,7 +109,7 @@ def _page(gradio: ModuleType, writer: _Writer, arguments: PredictArguments) -> A
 
 
 def _controls(gradio: ModuleType, arguments: PredictArguments, positions: int) -> list[Any]:
-    """In the order in which `_Writer` takes them; the flags are their first values."""
+    """The controls in the order of the parameters of `_Writer.write`; the flags are their initial values."""
     slider = gradio.Slider
     longest = positions - 1
     return [
@@ -143,9 +142,11 @@ def _gradio() -> ModuleType:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Find out before the weights are loaded."""
+    """Raises GptlmError, before the weights are loaded, if the port is taken."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
         reason = str(error).split(" (while")[0]
-        raise GptlmError(f"the page cannot listen on {host}:{port} ({reason}); give another --port") from error
+        raise GptlmError(
+            f"the page cannot listen on {host}:{port} ({reason}); give another --{named('port')}"
+        ) from error
