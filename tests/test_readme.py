@@ -5,14 +5,15 @@ import shlex
 
 import pytest
 
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.sft import parse_sft
 from gptlm.config.args.convert import parse_convert
 from gptlm.config.args.data_tools import parse_order, parse_prefix
 from gptlm.config.args.evaluate import EVALUATE, resolve_evaluate
 from gptlm.config.args.predict import parse_predict
 from gptlm.config.args.preprocess import parse_preprocess, parse_tokenizer
-from gptlm.config.args.sft import parse_merge, parse_sft
+from gptlm.config.args.sft import parse_merge
 from gptlm.config.parser import parse
-from gptlm.config.run import parse_pretrain
 from gptlm.launcher.args import parse_launch
 from gptlm.planner.args import parse_plan
 from tests.conftest import ROOT

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.commands.sft import SFT, parse_sft
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
 from gptlm.config.args.convert import CONVERT, parse_convert
 from gptlm.config.args.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
@@ -28,9 +30,10 @@ from gptlm.config.args.preprocess import (
     parse_preprocess,
     parse_tokenizer,
 )
-from gptlm.config.args.sft import MERGE, SFT, parse_merge, parse_sft, resolve_merge
-from gptlm.config.parser import Vocabulary, help_text
-from gptlm.config.run import PRETRAIN, Run, parse_pretrain
+from gptlm.config.args.sft import MERGE, parse_merge, resolve_merge
+from gptlm.config.help import help_text
+from gptlm.config.parser import Vocabulary
+from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
 from gptlm.errors import GptlmError, UsageError, from_worker
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug

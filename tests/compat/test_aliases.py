@@ -8,12 +8,14 @@ import pytest
 from transformers import TrainingArguments
 
 from gptlm.cli import COMMANDS, DATA_TOOLS
+from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.commands.sft import SFT, parse_sft
 from gptlm.config.args.evaluate import EVALUATE
 from gptlm.config.args.predict import PREDICT
 from gptlm.config.args.preprocess import PREPROCESS
-from gptlm.config.args.sft import MERGE, SFT, parse_sft
-from gptlm.config.parser import FALSE, help_text, parse
-from gptlm.config.run import PRETRAIN, parse_pretrain
+from gptlm.config.args.sft import MERGE
+from gptlm.config.help import help_text
+from gptlm.config.parser import FALSE, parse
 from gptlm.errors import UsageError
 from tests.config.test_messages import save_model
 
@@ -147,7 +149,7 @@ def test_suggestions_lead_to_words_that_do_something(name):
 )
 def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
     parsed = parse(vocabulary, words.split())
-    assert parsed.values[flag] == value and parsed.notes == []
+    assert parsed.value(flag) == value and parsed.notes == []
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_a_file_of_training_arguments_may_nest_what_has_no_effect(tmp_path, endi
     file.write_text(json.dumps(content))
     for vocabulary in (PRETRAIN, SFT):
         parsed = parse(vocabulary, [str(file)])
-        assert (parsed.values["device"], parsed.values["seed"], parsed.values["report_to"]) == ("cpu", 7, [])
+        assert (parsed.value("device"), parsed.value("seed"), parsed.value("report_to")) == ("cpu", 7, [])
         assert len(parsed.notes) == 1 and "gradient_checkpointing_kwargs" in parsed.notes[0]
     for wrong, says in (
         ({"accelerator_config": {"split_batches": True}}, "batches are split in one way"),

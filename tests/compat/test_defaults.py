@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.compat import megatron as spellings_megatron
-from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.errors import UsageError
 from gptlm.launcher.args import parse_launch
 from gptlm.planner.args import sizes_of
@@ -185,7 +185,7 @@ def test_each_flag_of_oneflow(words, meaning):
     else:
         name = words.split()[0].replace("-", "_")
         assert PRETRAIN.renamed.get(name, name) == meaning and meaning in PRETRAIN.flags()
-        assert run.sources[meaning] == f"--{words.split()[0]}" or run.sources[meaning].startswith("derived")
+        assert run.sources[meaning].text == f"--{words.split()[0]}" or run.sources[meaning].text.startswith("derived")
 
 
 def test_no_word_has_two_meanings():
@@ -205,7 +205,7 @@ def test_no_word_has_two_meanings():
         (f"{MEGATRON} --model-parallel-size 4", "it is --tensor-model-parallel-size now"),
         (f"{MEGATRON} --zero-stage 4", "--zero-stage 4: expected 0 to 3"),
         (f"{MEGATRON} --swiglu", "GPT-2's feed-forward layer is built in"),
-        (f"{MEGATRON} --vocab-file gone.json", "--vocab-file gone.json: cannot be read"),
+        (f"{MEGATRON} --vocab-file gone.json", "--vocab-file gone.json cannot be read"),
         (MEGATRON.replace("--micro-batch-size 4", "--micro-batch-size 3"), "no multiple of --micro-batch-size 3"),
         (MEGATRON.replace("--micro-batch-size 4", "--micro-batch-size 0"), "--micro-batch-size 0: expected at least 1"),
         (MEGATRON.replace("--num-layers 24", "--num-layers 0"), "--num-layers 0: expected at least 1"),
@@ -237,7 +237,7 @@ def test_load(tmp_path):
     base = MEGATRON.replace("--save out", f"--save {tmp_path}/out")
     assert resolve(f"{base} --load {tmp_path}/out").training.resume_from_checkpoint is None
     gone = resolve(f"{base} --load {tmp_path}/gone")
-    assert gone.training.resume_from_checkpoint is None and any("starts anew" in note for note in gone.notes)
+    assert gone.training.resume_from_checkpoint is None and any("starts at step 0" in note for note in gone.notes)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "checkpoint-1").mkdir()
     assert resolve(f"{base} --load {tmp_path}/old").training.resume_from_checkpoint == f"{tmp_path}/old"
@@ -252,7 +252,7 @@ def test_mixed_dialects_are_spoken_of_and_the_last_word_wins():
     found = shown(f"{MEGATRON} --max_steps 7 --per_device_train_batch_size 2 --lr 3e-4 --learning_rate 2e-4")
     assert (found["run"]["max_steps"], found["run"]["per_device_train_batch_size"]) == (7, 2)
     assert found["run"]["learning_rate"] == 2e-4 and found["from"]["learning_rate"] == "--learning_rate"
-    assert sum("words of several dialects are mixed" in note for note in found["notes"]) == 1
+    assert sum("arguments of several libraries are mixed" in note for note in found["notes"]) == 1
 
 
 # One run in three dialects -----------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_fleetx_s_sizes(name, world):
     run = resolve(f"-c pretrain_gpt_{name}", world)
     billions = {"345M": 0.355, "1.3B": 1.314, "6.7B": 6.654, "13B": 12.865, "175B": 174.603}[name.partition("_")[0]]
     assert sizes_of(run).parameters / 1e9 == pytest.approx(billions, abs=6e-4)
-    assert run.sources["hidden_size"].startswith("configs/fleetx/pretrain_gpt_")
+    assert run.sources["hidden_size"].text.startswith("configs/fleetx/pretrain_gpt_")
 
 
 def test_every_shipped_file_is_named_above():

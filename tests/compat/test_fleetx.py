@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.config.args.evaluate import resolve_evaluate
 from gptlm.config.args.predict import resolve_predict
-from gptlm.config.run import parse_pretrain
 from gptlm.errors import UsageError
 
 BASE = """\

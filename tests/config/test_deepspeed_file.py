@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gptlm.config.args.sft import parse_sft
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.sft import parse_sft
 from gptlm.errors import UsageError
 from gptlm.recipes.common.deepspeed import check_file, deepspeed_config
 from gptlm.recipes.common.device import Machine
@@ -35,7 +35,7 @@ def test_the_file_s_numbers_hold(run, tmp_path):
     sizes = (training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size)
     assert sizes == (4, 2, 4 * 2 * 2) and training.max_grad_norm == 0.5
     assert (training.bf16, training.fp16_opt_level, training.loss_scale_window) == (True, "O2", 100)
-    assert found.sources["max_grad_norm"] == f"{tmp_path / 'ds.json'}: gradient_clipping"
+    assert found.sources["max_grad_norm"].text == f"{tmp_path / 'ds.json'}: gradient_clipping"
     check_file(found)
     ready = deepspeed_config(found, Machine("cuda", "bf16", "O2"))
     assert ready["bf16"]["enabled"] and ready["gradient_clipping"] == 0.5
@@ -113,10 +113,10 @@ def test_fine_tuning_takes_them_too(tmp_path):
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(UsageError, match="--deepspeed nowhere.json: cannot be read"):
+    with pytest.raises(UsageError, match="--deepspeed nowhere.json cannot be read"):
         parse_pretrain(f"{SIZES} --deepspeed nowhere.json".split(), {})
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(UsageError, match=r"deep\.json: no valid JSON"):
+    with pytest.raises(UsageError, match=r"deep\.json is not valid JSON"):
         parse_pretrain(f"{SIZES} --deepspeed {tmp_path / 'deep.json'}".split(), {})
 
 

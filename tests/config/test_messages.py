@@ -6,11 +6,12 @@ from dataclasses import asdict
 import pytest
 
 from gptlm.cli import main
+from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.commands.sft import parse_sft
 from gptlm.config.args.evaluate import parse_evaluate
 from gptlm.config.args.predict import parse_predict
-from gptlm.config.args.sft import parse_merge, parse_sft
+from gptlm.config.args.sft import parse_merge
 from gptlm.config.parser import parse
-from gptlm.config.run import PRETRAIN, parse_pretrain
 from gptlm.errors import GptlmError, UsageError, named, with_flags_shown
 from gptlm.model.presets import Shape
 from gptlm.planner.args import parse_plan
@@ -172,7 +173,7 @@ def test_paddlenlp_s_own_argument_files_run(tmp_path, rate):
     assert (run.data.max_length, run.data.src_length, run.shape.max_position_embeddings) == (1024, 1024, 1024)
     lines = [note for note in run.notes if "max_length" in note]
     assert len(lines) == 1 and "2048: the position table has 1024 rows" in lines[0]
-    assert run.sources["max_length"].startswith("derived: the position table")
+    assert run.sources["max_length"].text.startswith("derived: the position table")
     short = parse_sft([str(file), "--max_length", "100"], {})
     assert short.data.max_length == 100 and not any("max_length" in note for note in short.notes)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.config.args.preprocess import parse_preprocess
-from gptlm.config.run import parse_pretrain
 from gptlm.errors import UsageError, with_flags_shown
 
 REST = ["--output_prefix", "x", "--model_name", "t"]
@@ -66,4 +66,4 @@ def test_a_class_of_tokenizers_in_training(tmp_path):
     words = "--model_name_or_path gpt2 --input_dir x --output_dir y --do_train --max_steps 1".split()
     run = parse_pretrain([*words, "--tokenizer_name_or_path", "BertTokenizer"], {}, printing=True)
     assert run.model.tokenizer_name_or_path is None
-    assert any("BertTokenizer has no effect: the files of gpt2 say" in note for note in run.notes)
+    assert any("BertTokenizer has no effect: the files of gpt2 determine" in note for note in run.notes)

@@ -7,7 +7,8 @@ import pytest
 from transformers import TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
 
-from gptlm.config.run import parse_pretrain, with_epochs_counted
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.config.run import with_epochs_counted
 from gptlm.errors import UsageError
 
 README = (
@@ -79,7 +80,7 @@ def test_one_process_has_nothing_to_shard():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--pipeline_parallel_degree 2 --document_masking position", "stages hand on hidden states only"),
+        ("--pipeline_parallel_degree 2 --document_masking position", "stages send hidden states only"),
         ("--tensor_parallel_degree 2 --document_masking attention", None),
         ("--tensor_parallel_degree 2", None),
         ("--pipeline_parallel_degree 2 --virtual_pp_degree 2 --gradient_accumulation_steps 2", None),
@@ -127,7 +128,7 @@ def test_what_a_layout_says():
     words = BASE + "--pipeline_parallel_degree 5 --gradient_accumulation_steps 4 --vocab_size 50257"
     notes = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "5"}).notes
     assert any("the first 4 stages have 5 layers, the others 4" in note for note in notes)
-    assert any("5 stages, 4 micro-batches in a step: each process waits 50% of the time" in note for note in notes)
+    assert any("5 stages, 4 micro-batches in a step: the bubble is 50% of the time" in note for note in notes)
     run = parse_pretrain(shlex.split(BASE + "--tensor_parallel_degree 2 --vocab_size 50257"), {"WORLD_SIZE": "2"})
     assert run.shape.vocab_size == 50257 and any("a row more on the first 1" in note for note in run.notes)
 
@@ -154,7 +155,7 @@ def test_sharding_in_smaller_groups():
 
 def test_the_world_comes_from_the_launcher():
     run = parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "4"})
-    assert (run.dims.world, run.dims.data, run.sources["world_size"]) == (4, 4, "WORLD_SIZE")
+    assert (run.dims.world, run.dims.data, run.sources["world_size"].text) == (4, 4, "WORLD_SIZE")
     refused(BASE + "--world_size 4", "print_config only")
     with pytest.raises(UsageError, match="WORLD_SIZE.*'abc'"):
         parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "abc"})
@@ -270,7 +271,7 @@ def test_epochs_become_steps_when_the_data_is_known():
     counted = with_epochs_counted(run, 40)
     assert (counted.training.max_steps, counted.training.warmup_steps, counted.training.decay_steps) == (100, 10, 100)
     assert (counted.training.save_strategy, counted.training.save_steps) == ("steps", 40)
-    assert counted.sources["max_steps"] == "derived: 2.5 x 40 steps per epoch"
+    assert counted.sources["max_steps"].text == "derived: 2.5 x 40 steps per epoch"
     partial = with_epochs_counted(run, 40, last_step=97).training  # of a trainer that knows when epochs end
     assert (partial.max_steps, partial.save_strategy, partial.save_steps) == (97, "epoch", 500)
 
@@ -320,7 +321,7 @@ def test_shares_of_the_run_are_those_of_transformers(tmp_path, steps, share, kno
 def test_a_share_of_warm_up_wins_over_a_ratio_as_steps_do():
     found = resolve(BASE + "--warmup_steps 0.2 --warmup_ratio 0.05")
     assert found["run"]["warmup_steps"] == 20 and found["from"]["warmup_steps"] == "derived: 0.2 x max_steps 100"
-    assert any("warmup_ratio 0.05 has no effect: warmup_steps 0.2 wins" in note for note in found["notes"])
+    assert any("warmup_ratio 0.05 has no effect: --warmup_steps 0.2 wins" in note for note in found["notes"])
 
 
 def test_steps_are_whole_numbers_or_shares():

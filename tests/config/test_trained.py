@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from gptlm.config.args.sft import parse_sft
+from gptlm.commands.sft import parse_sft
 
 
 @pytest.fixture

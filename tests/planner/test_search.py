@@ -7,8 +7,8 @@ import time
 import pytest
 
 from gptlm.cli import main
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.config.derive import LAYOUT
-from gptlm.config.run import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
 from gptlm.planner.args import parse_plan, with_layout, words_of
 from gptlm.planner.memory import GIB, Layout, Sizes
@@ -160,7 +160,8 @@ def test_auto_parallel_says_what_it_took():
     """Of it are the layout and the batch of a card, also where something else was typed."""
     words = [*WORDS.split(), "--auto_parallel", "--per_device_train_batch_size", "3"]
     run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"}), {"WORLD_SIZE": "4"}, printing=True)
-    assert run.sources["per_device_train_batch_size"] == run.sources["tensor_parallel_degree"] == "--auto_parallel"
+    for name in ("per_device_train_batch_size", "tensor_parallel_degree"):
+        assert run.sources[name].text == "--auto_parallel"
     micro, steps = run.batch.micro, run.batch.accumulation
     taken = f"per_device_train_batch_size {micro}, gradient_accumulation_steps {steps}"
     notes = [note for note in run.notes if note.startswith("--auto_parallel takes tensor_parallel_degree 1,")]

@@ -22,8 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from gptlm.config.args.sft import parse_sft
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.common import training
 from gptlm.recipes.common.device import Machine

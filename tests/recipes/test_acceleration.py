@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import UsageError
 from gptlm.parallel.flat_grad_sync import flatten_gradients
 from gptlm.recipes.common.acceleration import AT_ONCE, exchanged_at_once

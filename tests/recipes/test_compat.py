@@ -7,7 +7,7 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"

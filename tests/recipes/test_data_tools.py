@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gptlm.cli import main
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
 from gptlm.data.splits import build_split, open_corpora

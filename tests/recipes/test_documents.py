@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
 from gptlm.data.cache import IndexCache
 from gptlm.data.splits import build_split, open_corpora

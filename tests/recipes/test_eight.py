@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptlm.cli import main
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.launcher.args import parse_launch
 from gptlm.parallel.sharding import stage_layers
 from gptlm.planner.args import precision_of, sizes_of

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gptlm.checkpoint.folder import read
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError
 from gptlm.kernels.fused_gelu import GELU_AUX_BIAS, _products, linear_gelu, linear_gelu_gradient
 from gptlm.kernels.varlen_attention import Documents, document_attention

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
 from tests.conftest import ROOT
 from tests.recipes.test_sharding import TINY, losses, norms, run_session

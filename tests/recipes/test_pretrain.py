@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import safe_globals
 
 from gptlm.checkpoint import folder as checkpoint
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data.cache import IndexCache
 from gptlm.data.collate import collate_blocks
 from gptlm.data.indexed import open_tokens

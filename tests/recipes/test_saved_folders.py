@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, pipeline
 
 from gptlm.cli import main
-from gptlm.config.args.sft import parse_sft
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.sft import parse_sft
 from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer, train_tokenizer
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft

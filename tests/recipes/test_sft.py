@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gptlm.config.args.sft import parse_sft
+from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.lora import write_card
@@ -624,7 +624,7 @@ def test_adapters_to_start_from_bring_their_rank_scale_and_places(tune, model, t
     words = [*BASE, "--dataset_name_or_path", "nowhere", "--output_dir", "o", "--lora_path", str(tmp_path / "out")]
     run = parse_sft([*words, "--model_name_or_path", str(model)], {})
     assert (run.lora.lora_rank, run.lora.lora_alpha, run.lora.lora_target_modules) == (2, 5.0, ["c_attn", "c_fc"])
-    assert run.sources["lora_rank"].endswith("out/adapter_config.json")
+    assert run.sources["lora_rank"].text.endswith("out/adapter_config.json")
     for more, says in (
         (("--lora_rank", "4"), "lora_rank: the adapters in .*out have 2; leave the flag out"),
         (("--lora_alpha", "4"), "lora_alpha: the adapters in .*out have 5; leave the flag out"),

@@ -64,7 +64,7 @@ def session(model, examples, tmp_path_factory):  # noqa: F811
 @pytest.fixture(scope="module")
 def alone(model, examples, tmp_path_factory):  # noqa: F811
     """The same in one process with twice the micro-batch."""
-    from gptlm.config.args.sft import parse_sft
+    from gptlm.commands.sft import parse_sft
     from gptlm.recipes.sft.run import sft
 
     def run(*more):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
-from gptlm.config.args.sft import parse_sft
+from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.sft.run import sft

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gptlm.config.args.sft import parse_sft
+from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import add_tokens, load_tokenizer, train_tokenizer
 from gptlm.recipes.sft.tokenizer import check_tokenizer, find_sft_tokenizer

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gptlm.checkpoint.folder import read
-from gptlm.config.run import parse_pretrain
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
 from tests.conftest import ROOT
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries where a model is expected: converted once into the HuggingFace cache, then used."""
+"""Checkpoints of other libraries given as the model: converted once into the HuggingFace cache, then used."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from gptlm.config.parser import Parsed
 from gptlm.conversion.detect import Found, find_foreign, holds_paddle_adapters
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.model.files import ADAPTER_CONFIG
 
 CONFIG = "config.json"
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 class ConversionNeeded(GptlmError):
-    """A checkpoint that the command names has to be converted first; without that the command cannot go on.
+    """The command names a checkpoint that has to be converted first.
 
     Attributes:
         path: the checkpoint.
         result: the file that is there once it has been converted, in a folder of its own.
-        heads, vocabulary: its attention heads and true entries, as far as the command says them.
+        heads, vocabulary: its attention heads and vocabulary size, if the command gives them.
     """
 
     def __init__(self, path: Path, what: str, result: Path, heads: int | None, vocabulary: int | None = None):
@@ -45,14 +45,14 @@ def with_conversions(parse: Callable[[], Result], convert: Callable[[ConversionN
                 raise
 
 
-def take_foreign_model(parsed: Parsed) -> None:
-    """Let `model_name_or_path` be the converted folder if it names a checkpoint of another library.
+def take_external_model(parsed: Parsed) -> None:
+    """Replace `model_name_or_path` by the converted folder if it names a checkpoint of another library.
 
     Raises:
         ConversionNeeded: if it has not been converted yet.
         GptlmError: if the checkpoint is not whole.
     """
-    name = parsed.values["model_name_or_path"]
+    name = parsed.value("model_name_or_path")
     found = find_foreign(Path(name)) if name and Path(name).exists() else None
     if found is not None:
         folder = _converted(Path(name), found, parsed)
@@ -60,54 +60,60 @@ def take_foreign_model(parsed: Parsed) -> None:
         parsed.set("model_name_or_path", str(folder), parsed.sources["model_name_or_path"])
 
 
-def take_foreign_adapters(parsed: Parsed) -> None:
-    """Let `lora_path` be the converted folder if it names adapters of PaddleNLP.
+def take_external_adapters(parsed: Parsed) -> None:
+    """Replace `lora_path` by the converted folder if it names adapters of PaddleNLP.
 
     Raises:
         ConversionNeeded: if they have not been converted yet.
     """
-    name = parsed.values["lora_path"]
+    name = parsed.value("lora_path")
     path = Path(name or "")
     if not name or not holds_paddle_adapters(path):
         return
     folder = cache_folder(path, sorted(path.iterdir()), None)
     if not (folder / ADAPTER_CONFIG).is_file():
-        heads = parsed.values.get("num_attention_heads")
+        heads = _size(parsed, "num_attention_heads")
         raise ConversionNeeded(path, "a folder of PaddleNLP's adapters", folder / ADAPTER_CONFIG, heads)
     parsed.note(f"{name} holds adapters of PaddleNLP; they are read from {folder}")
     parsed.set("lora_path", str(folder), parsed.sources["lora_path"])
 
 
-def take_foreign_start(parsed: Parsed) -> None:
+def take_external_start(parsed: Parsed) -> None:
     """Start from the weights of another library's checkpoint that `load` or `resume_from_checkpoint` names.
 
-    A run that has checkpoints of its own already goes on from those.
+    A run that has checkpoints of its own already resumes from those.
 
     Raises:
-        as `take_foreign_model`.
+        as `take_external_model`.
     """
     for flag in ("load", "resume_from_checkpoint"):
-        name = parsed.values.get(flag) or ""
+        name = (parsed.value(flag) if flag in parsed.sources else None) or ""
         found = find_foreign(Path(name)) if name and Path(name).exists() else None
         if found is None:
             continue
-        parsed.set(flag, None, parsed.sources[flag])
+        source = parsed.sources[flag]
+        parsed.set(flag, None, source)
         folder = _converted(Path(name), found, parsed)
         parsed.note(
-            f"{parsed.typed_as(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the "
-            f"run starts at step 0 with its weights, read from {folder} (gptlm convert --with_optimizer takes Adam's "
-            "moments and the step along)"
+            f"--{named(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the run "
+            f"starts at step 0 with its weights, read from {folder} (gptlm convert --with_optimizer also converts "
+            "Adam's moments and the step)"
         )
-        parsed.set("model_name_or_path", str(folder), parsed.sources[flag])
-        parsed.set("continue_training", True, parsed.sources[flag])
+        parsed.set("model_name_or_path", str(folder), source)
+        parsed.set("continue_training", True, source)
 
 
 def _converted(path: Path, found: Found, parsed: Parsed) -> Path:
-    heads, vocabulary = (parsed.values.get(name) for name in ("num_attention_heads", "vocab_size"))
+    heads, vocabulary = _size(parsed, "num_attention_heads"), _size(parsed, "vocab_size")
     folder = cache_folder(path, [file for stage in found.files for file in stage], vocabulary)
     if not (folder / CONFIG).is_file():
         raise ConversionNeeded(path, f"a checkpoint of {found}", folder / CONFIG, heads, vocabulary)
     return folder
+
+
+def _size(parsed: Parsed, name: str) -> int | None:
+    """A size of the model, if the command has an argument for it."""
+    return parsed.value(name) if name in parsed.sources else None
 
 
 def cache_folder(path: Path, files: list[Path], vocabulary: int | None) -> Path:

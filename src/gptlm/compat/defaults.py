@@ -1,27 +1,32 @@
-"""Whose command it is: the defaults of its original, and the flags that follow from its words."""
+"""The compat mode of a pretraining command: the defaults of its original, and what follows from its aliases."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptlm.compat import megatron as megatron
+from gptlm.compat import megatron
+from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.config.derive import derive_world
 from gptlm.config.field import arg
+from gptlm.config.files import read_json
+from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.presets import GPT2_VOCABULARY
+from gptlm.ranks import launched_processes
 
-DIALECTS = ("paddlenlp", "fleetx-2022", "fleetx", "megatron", "oneflow")
+MODES = ("paddlenlp", "fleetx-2022", "fleetx", "megatron", "oneflow")
+EVALUATES = ("eval_freq",)  # aliases from scripts that always evaluate: their interval also turns evaluation on
 
 
 @dataclass(frozen=True, kw_only=True)
-class DialectArguments:
-    """Whose command it is, and words that other flags follow from."""
+class CompatArguments:
+    """The library whose command it is, and its arguments that others follow from."""
 
-    dialect: str | None = arg(
-        None, "whose defaults, schedule and log line hold; unset: those of the words", choices=DIALECTS
+    compat: str | None = arg(
+        None, "whose defaults, schedule and log lines to use; unset: follows from the arguments", choices=MODES
     )
     make_vocab_size_divisible_by: int | None = arg(
         None, "vocab_size is rounded up to a multiple of this times tensor_parallel_degree; 0: as it is", ge=0
@@ -30,7 +35,7 @@ class DialectArguments:
     zero_stage: int | None = arg(None, "0 to 3: sharding stage1 to stage3, 0 for none", ge=0, le=3)
     reset_position_ids: bool = arg(False, "document_masking position")
     reset_attention_mask: bool = arg(False, "document_masking attention")
-    load: str | None = arg(None, "folder whose newest checkpoint the run goes on from; none there: it starts anew")
+    load: str | None = arg(None, "folder whose newest checkpoint the run resumes from; none there: it starts at step 0")
     num_gpus_per_node: int | None = arg(None, "processes on each node; started here if no launcher did")
     num_nodes: int = arg(1, "nodes, each of which gets the same command")
     node_ips: str | None = arg(None, "addresses of the nodes, the first is the master's", words=True)
@@ -70,140 +75,169 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def resolve_dialect(parsed: Parsed) -> str:
-    """Fill in the defaults of the command's dialect and what follows from its words; returns its name."""
-    name = parsed.values["dialect"] or _spoken(parsed)
-    parsed.set("dialect", name, parsed.sources["dialect"])
-    for flag, value in DEFAULTS[name].items():
+def default_of_mode(mode: str, detail: str = "") -> Source:
+    """The source of a default of compat mode `mode`."""
+    return Source(Origin.COMPAT_DEFAULT, f"default of {mode}{detail}")
+
+
+def apply_compat(parsed: Parsed) -> str:
+    """Fill in the defaults of the command's compat mode and what follows from its aliases; returns the mode.
+
+    Raises:
+        UsageError: if vocab_file cannot be read.
+    """
+    mode = parsed[CompatArguments].compat or _detect(parsed)
+    for flag, value in DEFAULTS[mode].items():
         if not parsed.given(flag):
-            parsed.set(flag, value, f"default of {name}")
-    if parsed.values["eval_iters"] == 0:
-        _settle_no_evaluation(parsed)
-    if name in ("megatron", "oneflow"):
-        _settle_megatron(parsed, name)
-    _settle_words(parsed)
-    _settle_vocabulary(parsed, name)
-    return name
+            parsed.set(flag, value, default_of_mode(mode))
+    if parsed[DataArguments].eval_iters == 0:
+        _apply_no_evaluation(parsed)
+    if mode in ("megatron", "oneflow"):
+        _apply_megatron(parsed, mode)
+    _apply_sharding_and_masking(parsed)
+    _apply_load(parsed)
+    _apply_vocabulary(parsed, mode)
+    return mode
 
 
-def _spoken(parsed: Parsed) -> str:
-    """The dialect by its words; a command in several has the defaults of the first of these that it speaks."""
-    spoken = parsed.spoken
-    theirs = spoken & {*megatron.ONEFLOW, *megatron.MEGATRON}
-    name = "oneflow" if spoken & {*megatron.ONEFLOW} else "megatron" if theirs else "paddlenlp"
-    ours = sorted(spoken & {"per_device_train_batch_size", "max_steps", "output_dir", "max_seq_length"})
+def _detect(parsed: Parsed) -> str:
+    """The compat mode by the arguments in use. Where they are mixed, OneFlow's come first, then Megatron's."""
+    theirs = parsed.used & {*megatron.ONEFLOW, *megatron.MEGATRON}
+    mode = "oneflow" if parsed.used & {*megatron.ONEFLOW} else "megatron" if theirs else "paddlenlp"
+    ours = sorted(parsed.used & {"per_device_train_batch_size", "max_steps", "output_dir", "max_seq_length"})
     if theirs and ours:
-        shown = ", ".join("--" + word for word in (*sorted(theirs)[:2], *ours[:2]))
+        shown = ", ".join("--" + name for name in (*sorted(theirs)[:2], *ours[:2]))
         parsed.note(
-            f"words of several dialects are mixed ({shown}): defaults, schedule and log line are {name}'s (--dialect "
-            "says otherwise), and where two words are one setting the last one counts"
+            f"arguments of several libraries are mixed ({shown}): defaults, schedule and log lines are {mode}'s "
+            f"(change this with --{named('compat')}); of two arguments that set the same value the last one counts"
         )
-    return name
+    return mode
 
 
-def _settle_megatron(parsed: Parsed, name: str) -> None:
-    values, sources = parsed.values, parsed.sources
+def _apply_megatron(parsed: Parsed, mode: str) -> None:
+    training, data, compat = parsed[TrainingArguments], parsed[DataArguments], parsed[CompatArguments]
     if not parsed.given("save_steps") and not parsed.given("save_strategy"):
-        parsed.set("save_strategy", "no", f"default of {name}: no --save-interval, the end only")
-    if values["lr_scheduler_type"] == "cosine" and name == "oneflow":
-        parsed.set("lr_scheduler_type", "oneflow_cosine", sources["lr_scheduler_type"])
-    if values["lr_scheduler_type"] == "constant":
-        parsed.set("lr_scheduler_type", "constant_with_warmup", sources["lr_scheduler_type"])
-    asked = parsed.given("do_eval") or values["evaluation_strategy"] not in (None, "no")
-    if values["do_eval"] and not asked and not valid_share(values["split"]):
-        parsed.note(f"--{named('split')} {values['split']} leaves nothing to evaluate on: evaluations are skipped")
-        parsed.set("do_eval", False, "derived: split")
-    if values["test_iters"] is None and name == "megatron" and values["do_eval"]:
-        parsed.set("test_iters", values["eval_iters"], "default of megatron: eval_iters")
-    if values["logging_dir"] and not parsed.given("report_to"):
-        parsed.set("report_to", ["tensorboard"], "derived: a folder for its events")
-    if name == "oneflow":
-        if values["metric_print_format"] == "normal" and values["log_format"] == "oneflow":
-            parsed.set("log_format", "oneflow-normal", sources["metric_print_format"])
+        parsed.set("save_strategy", "no", default_of_mode(mode, ": no --save-interval, the end only"))
+    if training.lr_scheduler_type == "cosine" and mode == "oneflow":
+        parsed.put(replace(parsed[TrainingArguments], lr_scheduler_type="oneflow_cosine"))
+    if training.lr_scheduler_type == "constant":
+        parsed.put(replace(parsed[TrainingArguments], lr_scheduler_type="constant_with_warmup"))
+    asked = parsed.given("do_eval") or training.evaluation_strategy not in (None, "no")
+    if training.do_eval and not asked and not has_valid_share(data.split):
+        # Megatron builds no validation data for an empty share and skips the evaluation.
+        parsed.note(f"--{named('split')} {data.split} leaves nothing to evaluate on: evaluations are skipped")
+        parsed.put(replace(parsed[TrainingArguments], do_eval=False), derived("split"))
+    if data.test_iters is None and mode == "megatron" and parsed[TrainingArguments].do_eval:
+        parsed.put(replace(data, test_iters=data.eval_iters), default_of_mode(mode, ": eval_iters"))
+    if training.logging_dir and not parsed.given("report_to"):
+        parsed.set("report_to", ["tensorboard"], derived("a folder for its events"))
+    if mode == "oneflow" and compat.metric_print_format == "normal" and training.log_format == "oneflow":
+        parsed.set("log_format", "oneflow-normal", parsed.sources["metric_print_format"])
 
 
-def _settle_no_evaluation(parsed: Parsed) -> None:
-    """No batch is no evaluation, in Megatron's words and in all others."""
-    parsed.set("eval_iters", 10, "default")
-    if not parsed.values["do_eval"] and parsed.values["evaluation_strategy"] in (None, "no"):
+def _apply_no_evaluation(parsed: Parsed) -> None:
+    """`eval_iters` 0 turns evaluation off, in Megatron's commands and in all others."""
+    parsed.set("eval_iters", 10, DEFAULT)
+    training = parsed[TrainingArguments]
+    if not training.do_eval and training.evaluation_strategy in (None, "no"):
         return
     if parsed.given("do_eval") or parsed.given("evaluation_strategy"):
         parsed.note(f"--{named('eval_iters')} 0: there is no evaluation")
-    parsed.set("do_eval", False, parsed.sources["eval_iters"])
-    parsed.set("evaluation_strategy", None, parsed.sources["eval_iters"])
+    parsed.set("do_eval", False, DEFAULT)
+    parsed.set("evaluation_strategy", None, DEFAULT)
     if not parsed.given("eval_steps"):
-        parsed.set("eval_steps", None, "default")
+        parsed.set("eval_steps", None, DEFAULT)
 
 
-def valid_share(split: str) -> bool:
-    """Whether the validation split has a share; of a malformed split other messages speak."""
+def has_valid_share(split: str) -> bool:
+    """Whether the validation split has a share; a malformed split is reported elsewhere."""
     try:
         return parse_split(split)[1] > 0
     except GptlmError:
         return True
 
 
-def _settle_words(parsed: Parsed) -> None:
-    values, sources = parsed.values, parsed.sources
-    stage = values["zero_stage"]
-    if stage in (1, 2, 3) and not values["sharding"] and not values["deepspeed"]:
-        parsed.set("sharding", f"stage{stage}", sources["zero_stage"])
-    for word, masking in (("reset_position_ids", "position"), ("reset_attention_mask", "attention")):
-        if values[word] and not parsed.given("document_masking"):
-            parsed.set("document_masking", masking, sources[word])
-    if values["reset_attention_mask"] and not values["reset_position_ids"]:
-        parsed.note(f"{parsed.typed_as('reset_attention_mask')}: positions restart with each document, too")
-    if values["load"]:
-        _settle_load(parsed)
+def _apply_sharding_and_masking(parsed: Parsed) -> None:
+    compat, parallel, sources = parsed[CompatArguments], parsed[ParallelArguments], parsed.sources
+    if compat.zero_stage in (1, 2, 3) and not parallel.sharding and not parallel.deepspeed:
+        parsed.put(replace(parallel, sharding=f"stage{compat.zero_stage}"), sources["zero_stage"])
+    if not parsed.given("document_masking"):
+        if compat.reset_position_ids:
+            parsed.set("document_masking", "position", sources["reset_position_ids"])
+        if compat.reset_attention_mask:
+            parsed.set("document_masking", "attention", sources["reset_attention_mask"])
+    if compat.reset_attention_mask and not compat.reset_position_ids:
+        parsed.note(f"--{named('reset_attention_mask')}: positions restart with each document, too")
 
 
-def _settle_load(parsed: Parsed) -> None:
-    load = Path(parsed.values["load"])
-    own = parsed.values["output_dir"]
-    if own and load.resolve() == Path(own).resolve():
-        return  # going on from the newest checkpoint in output_dir is what always happens
-    if not load.is_dir() or not any(load.iterdir()):
-        parsed.note(f"{parsed.typed_as('load')} {load}: there is nothing to load, the run starts anew")
-    elif parsed.values["resume_from_checkpoint"] is None:
-        parsed.set("resume_from_checkpoint", str(load), parsed.sources["load"])
+def _apply_load(parsed: Parsed) -> None:
+    training, load = parsed[TrainingArguments], parsed[CompatArguments].load
+    if not load:
+        return
+    folder, own = Path(load), training.output_dir
+    if own and folder.resolve() == Path(own).resolve():
+        return  # a run always resumes from the newest checkpoint in output_dir
+    if not folder.is_dir() or not any(folder.iterdir()):
+        parsed.note(f"--{named('load')} {folder}: there is nothing to load, the run starts at step 0")
+    elif training.resume_from_checkpoint is None:
+        parsed.put(replace(training, resume_from_checkpoint=str(folder)), parsed.sources["load"])
 
 
-def _settle_vocabulary(parsed: Parsed, name: str) -> None:
+def _apply_vocabulary(parsed: Parsed, mode: str) -> None:
     """Rows of the embedding: the vocabulary rounded up, as Megatron and PaddleFleetX do."""
-    values = parsed.values
-    if values["vocab_file"]:
-        size = _entries(values["vocab_file"], parsed.typed_as("vocab_file"))
+    compat, model = parsed[CompatArguments], parsed[ModelArguments]
+    if compat.vocab_file:
+        content = read_json(compat.vocab_file, f"--{named('vocab_file')} {compat.vocab_file}")
         if not parsed.given("vocab_size"):
-            parsed.set("vocab_size", size, parsed.sources["vocab_file"])
-    named = values["tokenizer_name_or_path"] or parsed.sources["model_name_or_path"] != "default"
-    if values["vocab_size"] is None and name in ("megatron", "oneflow") and not named:
-        parsed.set("vocab_size", GPT2_VOCABULARY, f"default of {name}: GPT-2's")
-    unit = values["make_vocab_size_divisible_by"]
-    size = values["vocab_size"]
+            model = parsed.put(replace(model, vocab_size=len(content)), parsed.sources["vocab_file"])
+    is_named = model.tokenizer_name_or_path or not parsed.is_default("model_name_or_path")
+    if model.vocab_size is None and mode in ("megatron", "oneflow") and not is_named:
+        model = parsed.put(replace(model, vocab_size=GPT2_VOCABULARY), default_of_mode(mode, ": GPT-2's"))
+    unit, size = compat.make_vocab_size_divisible_by, model.vocab_size
     if not unit or unit < 0 or not size or size < 1:
         return
-    multiple = unit * max(values["tensor_parallel_degree"], 1)
+    multiple = unit * max(parsed[ParallelArguments].tensor_parallel_degree, 1)
     rounded = -(-size // multiple) * multiple
-    if rounded != size:
-        parsed.set("vocab_size", rounded, f"derived: {size} rounded up to a multiple of {multiple}")
+    parsed.put(replace(model, vocab_size=rounded), derived(f"{size} rounded up to a multiple of {multiple}"))
 
 
-def _entries(path: str, typed: str) -> int:
-    try:
-        return len(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"{typed} {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{typed} {path}: no JSON vocabulary ({error})") from error
+def apply_evaluation_alias(parsed: Parsed) -> None:
+    """Turn evaluation on where an alias of `EVALUATES` gives its interval and nothing else decides."""
+    training, asked = parsed[TrainingArguments], parsed.aliases.get("eval_steps") in EVALUATES
+    if asked and training.do_train and not parsed.given("do_eval") and not parsed.given("evaluation_strategy"):
+        parsed.set("do_eval", True, derived(parsed.typed_as("eval_steps")))
 
 
-def wanted_processes(values: Mapping[str, Any]) -> int | None:
-    """Processes that the command itself asks for; None if it does not say."""
-    per_node, nodes = values["num_gpus_per_node"], values["num_nodes"]
-    return None if per_node is None else per_node * nodes
+def derive_processes(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
+    """The number of processes of a run; the launcher's arguments if they are still to be started, else ().
+
+    Raises:
+        UsageError: if the command asks for another number than the launcher has started; as `derive_world`.
+    """
+    compat = parsed[CompatArguments]
+    wanted = None if compat.num_gpus_per_node is None else compat.num_gpus_per_node * compat.num_nodes
+    given = launched_processes(environment)
+    launch: tuple[str, ...] = ()
+    if wanted is not None and given is None:
+        if printing and parsed[ParallelArguments].world_size is None:
+            parsed.set("world_size", wanted, derived(f"{compat.num_gpus_per_node} x {compat.num_nodes}"))
+        launch = _launch_arguments(compat) if wanted > 1 and not printing else ()
+    elif wanted is not None and given != wanted:
+        raise UsageError(
+            f"--{named('num_gpus_per_node')} {compat.num_gpus_per_node} x {named('num_nodes')} {compat.num_nodes} are "
+            f"{wanted} processes, the launcher started {given} (WORLD_SIZE)"
+        )
+    derive_world(parsed, environment, printing)
+    if launch:
+        parsed.set("world_size", wanted, derived("processes that are started"))
+    return launch
 
 
-def launch_words(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the launcher is told of the processes that the command or its file asks for."""
-    given = {name: values[name] for name in ("num_gpus_per_node", "num_nodes", "node_ips")}
-    return tuple(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value)))
+def _launch_arguments(compat: CompatArguments) -> tuple[str, ...]:
+    """The arguments of `gptlm launch` for the processes that the command asks for."""
+    given = (
+        ("num_gpus_per_node", compat.num_gpus_per_node),
+        ("num_nodes", compat.num_nodes),
+        ("node_ips", compat.node_ips),
+    )
+    return tuple(word for name, value in given if value is not None for word in (f"--{name}", str(value)))

@@ -3,6 +3,7 @@
 from gptlm.compat.paddlenlp import OFF, OFF_DEGREE
 
 RENAMED = {
+    "dialect": "compat",  # the name of earlier versions
     "wandb_exp_name": "run_name",
     "num_layers": "num_hidden_layers",
     "ffn_hidden_size": "intermediate_size",

@@ -1,13 +1,13 @@
-"""What follows from the flags that were given: processes, degrees, batch, schedule, and when to evaluate."""
+"""What follows from the arguments that were given: degrees, batch, schedule, and when to evaluate."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from gptlm.compat.defaults import launch_words, wanted_processes
-from gptlm.compat.paddlenlp import EVALUATES
+from gptlm.config.args.training import ParallelArguments, TrainingArguments
 from gptlm.config.batch import NAMES, solve
+from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed, shown
-from gptlm.config.validate_layout import degrees_fit, sharing
 from gptlm.errors import UsageError, named
 from gptlm.parallel.dims import ParallelDims
 from gptlm.ranks import launched_processes
@@ -23,178 +23,209 @@ LAYOUT = (  # what --auto_parallel decides
     "recompute",
     "recompute_granularity",
 )
-
-
 INTERVALS = ("eval_steps", "save_steps", "logging_steps")  # whole numbers, or below 1 shares of the run
 
 
-def resolve_schedule(parsed: Parsed) -> None:
-    """Warm-up, decay, and when to log, evaluate and save, as soon as max_steps is known."""
-    values = parsed.values
-    steps = values["max_steps"]
-    for name in INTERVALS:
-        if values[name] is not None and float(values[name]).is_integer():
-            values[name] = int(values[name])
-    if steps < 1:
-        return
-    for name in INTERVALS:
-        if values[name] is not None and 0 < values[name] < 1:
-            parsed.set(name, math.ceil(steps * values[name]), f"derived: {values[name]} x max_steps {steps}")
-    if values["decay_steps"] is None:
-        parsed.set("decay_steps", steps, "derived: max_steps")
-    if values["warmup_steps"] > 0:
-        for name in ("warmup_ratio", "warmup_fraction"):
-            if values[name] and not parsed.sources["warmup_steps"].startswith("derived"):
-                parsed.note(f"--{name} {values[name]:g} has no effect: warmup_steps {values['warmup_steps']:g} wins")
-        if values["warmup_steps"] < 1 and not parsed.sources["warmup_steps"].startswith("derived"):
-            source = f"derived: {values['warmup_steps']} x max_steps {steps}"
-            parsed.set("warmup_steps", math.ceil(steps * values["warmup_steps"]), source)
-    elif values["warmup_ratio"]:
-        source = f"derived: warmup_ratio {values['warmup_ratio']:g} x max_steps {steps}"
-        parsed.set("warmup_steps", values["warmup_ratio"] * steps, source)
-    elif values["warmup_fraction"]:
-        source = f"derived: warmup_fraction {values['warmup_fraction']:g} x decay_steps {values['decay_steps']:g}"
-        parsed.set("warmup_steps", values["warmup_fraction"] * values["decay_steps"], source)
-    times = values["minimum_eval_times"]
-    if times and values["eval_steps"] and values["eval_steps"] > max(1, steps // times):
-        parsed.set("eval_steps", max(1, steps // times), f"derived: {steps} / minimum_eval_times {times}")
+def derive_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
+    """The number of processes, which the launcher sets; with --print_config an argument.
 
-
-def resolve_world(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> None:
-    if parsed.values["world_size"] is not None and not printing:
+    Raises:
+        UsageError: if it is given elsewhere, or is no number.
+    """
+    parallel = parsed[ParallelArguments]
+    if parallel.world_size is not None and not printing:
         raise UsageError(
-            f"--{named('world_size')} {parsed.values['world_size']} goes with --print_config only; the launcher sets "
-            "the number of processes: torchrun --nproc_per_node N SCRIPT ..."
+            f"--{named('world_size')} {parallel.world_size} goes with --print_config only; the launcher sets the "
+            "number of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
-    if parsed.values["world_size"] is None:
+    if parallel.world_size is None:
         given = launched_processes(environment)
-        parsed.set("world_size", 1 if given is None else given, "default" if given is None else "WORLD_SIZE")
-    if parsed.values["world_size"] < 1:
-        raise UsageError(f"{named('world_size')} {parsed.values['world_size']}: expected at least 1 process")
+        source = DEFAULT if given is None else Source(Origin.ENVIRONMENT, "WORLD_SIZE")
+        parallel = parsed.put(replace(parallel, world_size=1 if given is None else given), source)
+    if (parallel.world_size or 0) < 1:
+        raise UsageError(f"{named('world_size')} {parallel.world_size}: expected at least 1 process")
 
 
-def resolve_processes(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
-    """The number of processes of a run; the launcher's words where they are still to be started, else ()."""
-    launch = _resolve_wanted(parsed, environment, printing)
-    resolve_world(parsed, environment, printing)
-    if launch:
-        parsed.set("world_size", wanted_processes(parsed.values), "derived: processes that are started")
-    return launch
+def sharing(parallel: ParallelArguments) -> int:
+    """Replicas that share one state."""
+    return max(parallel.sharding_parallel_degree, 1) if parallel.sharding else 1
 
 
-def _resolve_wanted(parsed: Parsed, environment: Mapping[str, str], printing: bool) -> tuple[str, ...]:
-    """The launcher's words if the processes that the command or its file asks for are still to be started, else ()."""
-    wanted, given = wanted_processes(parsed.values), launched_processes(environment)
-    if wanted is None:
-        return ()
-    source = f"derived: {parsed.values['num_gpus_per_node']} x {parsed.values['num_nodes']}"
-    if given is None:
-        if printing and parsed.values["world_size"] is None:
-            parsed.set("world_size", wanted, source)
-        return launch_words(parsed.values) if wanted > 1 and not printing else ()
-    if given != wanted:
-        raise UsageError(
-            f"{parsed.typed_as('num_gpus_per_node')} {parsed.values['num_gpus_per_node']} x {named('num_nodes')} "
-            f"{parsed.values['num_nodes']} are {wanted} processes, the launcher started {given} (WORLD_SIZE)"
-        )
-    return ()
+def degrees_fit(parallel: ParallelArguments, dims: ParallelDims) -> bool:
+    """Whether groups of replicas and replicas per group give all replicas."""
+    return parallel.data_parallel_degree * sharing(parallel) == dims.data
 
 
-def resolve_degrees(parsed: Parsed, dims: ParallelDims) -> None:
-    values = parsed.values
-    for name, degree in (("tensor_parallel_degree", dims.tensor), ("pipeline_parallel_degree", dims.pipeline)):
-        if values[name] != degree:
-            parsed.set(name, degree, "derived: below 1 means 1")
-    if values["sharding"].lower() in ("true", "1"):
-        parsed.set("sharding", "stage1", parsed.sources["sharding"])
-    if values["sharding"].lower() in ("false", "0", "none"):
-        parsed.set("sharding", "", parsed.sources["sharding"])
-    groups = values["data_parallel_degree"]
-    if values["sharding"] and dims.data == 1 and values["sharding_parallel_degree"] > 1 and groups < 1:
-        parsed.note(f"--sharding_parallel_degree {values['sharding_parallel_degree']} has no effect: one replica")
-        parsed.set("sharding_parallel_degree", 1, "derived: one data-parallel replica")
-    if values["sharding_parallel_degree"] < 1 and not values["sharding"]:
-        parsed.set("sharding_parallel_degree", 1, "derived: no sharding")
-    elif values["sharding_parallel_degree"] < 1:
+def derive_degrees(parsed: Parsed, dims: ParallelDims) -> None:
+    """Degrees of each dimension, and the spellings of `sharding` for on and off."""
+    parallel = parsed[ParallelArguments]
+    parallel = parsed.put(
+        replace(parallel, tensor_parallel_degree=dims.tensor, pipeline_parallel_degree=dims.pipeline),
+        derived("below 1 means 1"),
+    )
+    if parallel.sharding.lower() in ("true", "1"):
+        parallel = parsed.put(replace(parallel, sharding="stage1"))
+    if parallel.sharding.lower() in ("false", "0", "none"):
+        parallel = parsed.put(replace(parallel, sharding=""))
+    groups = parallel.data_parallel_degree
+    if parallel.sharding and dims.data == 1 and parallel.sharding_parallel_degree > 1 and groups < 1:
+        degree = parallel.sharding_parallel_degree
+        parsed.note(f"--{named('sharding_parallel_degree')} {degree} has no effect: one replica")
+        source = derived("one data-parallel replica")
+        parallel = parsed.put(replace(parallel, sharding_parallel_degree=1), source)
+    if parallel.sharding_parallel_degree < 1 and not parallel.sharding:
+        parallel = parsed.put(replace(parallel, sharding_parallel_degree=1), derived("no sharding"))
+    elif parallel.sharding_parallel_degree < 1:
         degree = dims.data // groups if groups > 0 and dims.data % groups == 0 else dims.data
-        source = f"derived: {dims.data} data-parallel replicas"
-        parsed.set("sharding_parallel_degree", degree, source + (f" / {groups}" if degree < dims.data else ""))
-    if values["sharding_parallel_degree"] > 1 and not values["sharding"]:
+        source = derived(f"{dims.data} data-parallel replicas" + (f" / {groups}" if degree < dims.data else ""))
+        parallel = parsed.put(replace(parallel, sharding_parallel_degree=degree), source)
+    if parallel.sharding_parallel_degree > 1 and not parallel.sharding:
         parsed.note(
-            f"--{named('sharding_parallel_degree')} {values['sharding_parallel_degree']} has no effect without "
+            f"--{named('sharding_parallel_degree')} {parallel.sharding_parallel_degree} has no effect without "
             f"--{named('sharding')} stage1, stage2 or stage3"
         )
-    shares = sharing(values)
+    shares = sharing(parallel)
     left = max(dims.data // shares, 1)
-    if values["adapt_dp"] and groups > 0 and not degrees_fit(values, dims) and left * shares == dims.data:
+    if parallel.adapt_dp and groups > 0 and not degrees_fit(parallel, dims) and left * shares == dims.data:
         parsed.note(
             f"{named('data_parallel_degree')} {groups} does not fit {dims.world} processes: "
             f"so adaptively adjust dp_degree to {left}"
         )
         groups = -1
     if groups < 1:
-        parsed.set("data_parallel_degree", left, f"derived: {dims.data} / {shares}")
+        parsed.put(replace(parallel, data_parallel_degree=left), derived(f"{dims.data} / {shares}"))
 
 
-def name_layout(parsed: Parsed) -> None:
-    """Say what --auto_parallel chose: it is on the command line behind what was typed, see `planning.with_layout`."""
-    if not parsed.values["auto_parallel"]:
+def name_auto_parallel(parsed: Parsed) -> None:
+    """Log what --auto_parallel chose: the planner has added it to the command line, after what was typed."""
+    if not parsed[ParallelArguments].auto_parallel:
         return
-    chosen = [name for name in LAYOUT if parsed.sources[name].startswith("-")]
-    for name in chosen:
-        parsed.sources[name] = "--auto_parallel"
-    parsed.note("--auto_parallel takes " + ", ".join(f"{name} {shown(parsed.values[name])}" for name in chosen))
+    chosen = [name for name in LAYOUT if parsed.sources[name].origin in (Origin.CLI, Origin.OVERRIDE)]
+    parsed.sources |= dict.fromkeys(chosen, Source(Origin.CLI, "--auto_parallel"))
+    values = ", ".join(f"{name} {shown(parsed.value(name))}" for name in chosen)
+    parsed.note(f"--{named('auto_parallel')} takes {values}")
 
 
-def resolve_batch(parsed: Parsed, dims: ParallelDims, dialect: str) -> None:
-    """All four sizes from those that were given, and the batches of an evaluation.
+def derive_batch(parsed: Parsed, dims: ParallelDims, *, global_evaluation: bool) -> None:
+    """All four batch sizes from those that were given, and the batches of an evaluation.
 
-    In PaddleNLP an evaluation reads `eval_iters` batches of its own size; in the other dialects as many global ones.
+    Args:
+        global_evaluation: `eval_iters` counts global batches, as in all originals but PaddleNLP, where an evaluation
+            reads `eval_iters` batches of its own size.
+
+    Raises:
+        UsageError: as `batch.solve`.
     """
-    values, sources = parsed.values, parsed.sources
-    given = {short: values[name] for short, name in NAMES.items() if sources[name] != "default"}
-    batch = solve(given, replicas=dims.data, sharding=sharing(values), micro=values["per_device_train_batch_size"])
+    training = parsed[TrainingArguments]
+    sizes: dict[str, int | None] = {short: parsed.value(n) for short, n in NAMES.items() if not parsed.is_default(n)}
+    given = {short: size for short, size in sizes.items() if size is not None}
+    batch = solve(
+        given,
+        replicas=dims.data,
+        sharding=sharing(parsed[ParallelArguments]),
+        micro=training.per_device_train_batch_size,
+    )
     solved = {
-        "micro": (batch.micro, f"derived: {batch.local} / {batch.accumulation}"),
-        "accumulation": (batch.accumulation, f"derived: {batch.local} / {batch.micro}"),
-        "local": (batch.local, f"derived: {batch.micro} x {batch.accumulation}"),
-        "total": (batch.total, f"derived: {batch}"),
+        "micro": (batch.micro, f"{batch.local} / {batch.accumulation}"),
+        "accumulation": (batch.accumulation, f"{batch.local} / {batch.micro}"),
+        "local": (batch.local, f"{batch.micro} x {batch.accumulation}"),
+        "total": (batch.total, str(batch)),
     }
-    for short, (size, source) in solved.items():
-        if short not in given and values[NAMES[short]] != size:
-            parsed.set(NAMES[short], size, source)
-    if dialect == "paddlenlp":
+    for short, (size, rule) in solved.items():
+        if short not in given and parsed.value(NAMES[short]) != size:
+            parsed.set(NAMES[short], size, derived(rule))
+    if not global_evaluation:
         return
-    if sources["per_device_eval_batch_size"] == "default":
-        parsed.set("per_device_eval_batch_size", batch.micro, "derived: micro-batch")
-    evaluates = values["do_eval"] or values["do_predict"]
+    if parsed.is_default("per_device_eval_batch_size"):
+        parsed.set("per_device_eval_batch_size", batch.micro, derived("micro-batch"))
+    evaluates = training.do_eval or training.do_predict
     for name in ("eval_iters", "test_iters") if evaluates else ():
-        count = values[name]
+        count = parsed.value(name)
         if count and batch.accumulation > 1:
-            parsed.set(name, count * batch.accumulation, f"derived: {count} x {batch.accumulation} micro-batches")
+            parsed.set(name, count * batch.accumulation, derived(f"{count} x {batch.accumulation} micro-batches"))
 
 
-def resolve_strategies(parsed: Parsed) -> None:
-    values = parsed.values
-    if values["do_train"] is None:
-        only_evaluate = values["do_eval"] or values["do_predict"]
-        parsed.set("do_train", not only_evaluate, "derived: no do_* flag" if not only_evaluate else "default")
-    asks = parsed.words.get("eval_steps") in EVALUATES
-    if asks and values["do_train"] and not parsed.given("do_eval") and not parsed.given("evaluation_strategy"):
-        parsed.set("do_eval", True, f"derived: {parsed.typed['eval_steps']}")
-    if values["evaluation_strategy"] in (None, "no") and values["do_eval"] and values["do_train"]:
-        if values["evaluation_strategy"] == "no":
-            parsed.note("--evaluation_strategy no is overruled by --do_eval: evaluation happens every eval_steps")
-        parsed.set("evaluation_strategy", "steps", "derived: do_eval")
-    if values["evaluation_strategy"] is None:
-        parsed.set("evaluation_strategy", "no", "derived: no do_eval")
-    if values["evaluation_strategy"] != "no" and not values["do_eval"]:
-        parsed.set("do_eval", True, "derived: evaluation_strategy")
-    if values["evaluation_strategy"] == "steps" and not values["eval_steps"]:
-        parsed.set("eval_steps", values["logging_steps"], "derived: logging_steps")
-    if values["do_train"] and values["evaluation_strategy"] == "no" and parsed.given("eval_steps"):
-        parsed.note(f"--{named('eval_steps')} {values['eval_steps']:g} has no effect: evaluation is off (--do_eval)")
-    if values["disable_tqdm"] is None:
-        parsed.values["disable_tqdm"] = False
-    if values["load_best_model_at_end"] and values["metric_for_best_model"] is None:
-        parsed.set("metric_for_best_model", "loss", "derived: load_best_model_at_end")
+def derive_actions(parsed: Parsed) -> None:
+    """Whether to train: unless only an evaluation is asked for."""
+    training = parsed[TrainingArguments]
+    if training.do_train is None:
+        only_evaluate = training.do_eval or training.do_predict
+        source = DEFAULT if only_evaluate else derived("no do_* flag")
+        parsed.put(replace(training, do_train=not only_evaluate), source)
+
+
+def derive_evaluations(parsed: Parsed) -> None:
+    """When to evaluate."""
+    training = parsed[TrainingArguments]
+    if training.evaluation_strategy in (None, "no") and training.do_eval and training.do_train:
+        if training.evaluation_strategy == "no":
+            parsed.note(
+                f"--{named('evaluation_strategy')} no is overruled by --{named('do_eval')}: evaluation happens every "
+                "eval_steps"
+            )
+        training = parsed.put(replace(training, evaluation_strategy="steps"), derived("do_eval"))
+    if training.evaluation_strategy is None:
+        training = parsed.put(replace(training, evaluation_strategy="no"), derived("no do_eval"))
+    if training.evaluation_strategy != "no" and not training.do_eval:
+        training = parsed.put(replace(training, do_eval=True), derived("evaluation_strategy"))
+    if training.evaluation_strategy == "steps" and not training.eval_steps:
+        training = parsed.put(replace(training, eval_steps=training.logging_steps), derived("logging_steps"))
+    if (
+        training.do_train
+        and training.evaluation_strategy == "no"
+        and parsed.given("eval_steps")
+        and training.eval_steps
+    ):
+        parsed.note(
+            f"--{named('eval_steps')} {training.eval_steps:g} has no effect: evaluation is off (--{named('do_eval')})"
+        )
+    if training.disable_tqdm is None:
+        training = parsed.put(replace(training, disable_tqdm=False))
+    if training.load_best_model_at_end and training.metric_for_best_model is None:
+        parsed.put(replace(training, metric_for_best_model="loss"), derived("load_best_model_at_end"))
+
+
+def derive_schedule(parsed: Parsed) -> None:
+    """Warm-up, decay, and when to log, evaluate and save, as soon as max_steps is known."""
+    for name in INTERVALS:
+        every = parsed.value(name)
+        if every is not None and float(every).is_integer():
+            parsed.set(name, int(every), parsed.sources[name])
+    steps = parsed[TrainingArguments].max_steps
+    if steps < 1:
+        return
+    for name in INTERVALS:
+        every = parsed.value(name)
+        if every is not None and 0 < every < 1:
+            parsed.set(name, math.ceil(steps * every), _share(every, steps))
+    training = parsed[TrainingArguments]
+    if training.decay_steps is None:
+        training = parsed.put(replace(training, decay_steps=steps), derived("max_steps", recomputed=True))
+    training = _derive_warmup(parsed, training, steps)
+    times, every = training.minimum_eval_times, training.eval_steps
+    if times and every and every > max(1, steps // times):
+        source = derived(f"{steps} / minimum_eval_times {times}")
+        parsed.put(replace(training, eval_steps=max(1, steps // times)), source)
+
+
+def _derive_warmup(parsed: Parsed, training: TrainingArguments, steps: int) -> TrainingArguments:
+    warmup, ratio, fraction = training.warmup_steps, training.warmup_ratio, training.warmup_fraction
+    if warmup > 0 and parsed.sources["warmup_steps"].origin is Origin.DERIVED:
+        return training  # from a call before max_steps was known
+    if warmup > 0:
+        for name, value in (("warmup_ratio", ratio), ("warmup_fraction", fraction)):
+            if value:
+                parsed.note(f"--{named(name)} {value:g} has no effect: {named('warmup_steps')} {warmup:g} wins")
+        if warmup < 1:
+            return parsed.put(replace(training, warmup_steps=math.ceil(steps * warmup)), _share(warmup, steps))
+    elif ratio:
+        source = derived(f"warmup_ratio {ratio:g} x max_steps {steps}", recomputed=True)
+        return parsed.put(replace(training, warmup_steps=ratio * steps), source)
+    elif fraction and training.decay_steps is not None:
+        source = derived(f"warmup_fraction {fraction:g} x decay_steps {training.decay_steps:g}", recomputed=True)
+        return parsed.put(replace(training, warmup_steps=fraction * training.decay_steps), source)
+    return training
+
+
+def _share(share: float, steps: int) -> Source:
+    return derived(f"{share} x max_steps {steps}", share=share)

@@ -1,16 +1,17 @@
-"""Files of flags: JSON objects and YAML mappings, with the line of each value."""
+"""Arguments as they are written: on the command line, in JSON files, and in YAML files with the line of each value."""
 
 import json
 import types
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gptlm.config.word import Word, as_texts, canonical
+from gptlm.config.origin import Origin, Source
 from gptlm.errors import UsageError
 
 YAML_ENDINGS = (".yaml", ".yml")
@@ -18,44 +19,186 @@ SHIPPED = "configs"  # folder of the package with configurations that can be nam
 
 
 @dataclass(frozen=True)
+class Argument:
+    """An argument and its values as texts.
+
+    Attributes:
+        name: with underscores.
+        values: none for a bare switch.
+        typed: how messages call it: "--seed", "-o Global.seed", "args.json: seed", "Global.seed (configs/x.yaml:12)".
+        nested: the value is a list or mapping of such, as JSON in `values`; no argument takes one.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    source: Source
+    typed: str
+    nested: bool = False
+
+    @property
+    def switched(self) -> str:
+        """The value of a switch; a bare one on the command line is "true"."""
+        bare = not self.values and self.source.origin is Origin.CLI
+        return "true" if bare else " ".join(self.values).strip("'\"")
+
+
+@dataclass
+class Arguments:
+    """All arguments of a command, lines for the log, problems, and why the run can be shown but not started.
+
+    `from_sections`: they come from a FleetX configuration.
+    """
+
+    given: list[Argument] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    from_sections: bool = False
+
+
+ReadSections = Callable[[str, list[str]], Arguments]  # a configuration file with sections, and its -o overrides
+
+
+@dataclass(frozen=True)
 class Leaf:
-    """A value of a YAML file and its place, "FILE:LINE"."""
+    """A value of a YAML file and its place."""
 
     value: Any
-    place: str
+    source: Source
+
+    @property
+    def place(self) -> str:
+        """ "FILE:LINE", or "-o"."""
+        return self.source.text
 
 
 Tree = dict[str, Any]  # key -> Leaf or Tree
+OVERRIDE = Source(Origin.OVERRIDE, "-o")
 
 
-def json_words(path: str) -> Iterator[Word]:
-    """The flags in a JSON file. Raises UsageError."""
+def canonical(name: str) -> str:
+    """`name` with underscores."""
+    return name.replace("-", "_")
+
+
+def as_texts(value: object) -> tuple[str, ...]:
+    """A value of a file as it would be typed."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+
+
+def read_arguments(argv: list[str], read_sections: ReadSections | None, known: set[str]) -> Arguments:
+    """The arguments of `argv`. Those of the file it names come first, so that the command line wins.
+
+    Args:
+        read_sections: reads a FleetX configuration; None: the command takes none.
+        known: the arguments of the command; a mapping under one of them is its value, not a section.
+
+    Raises:
+        UsageError: if the file cannot be used.
+    """
+    files, overrides, rest = _files_of(argv)
+    found = _file_arguments(files, overrides, read_sections, known)
+    found.given += _split(rest, found.problems)
+    return found
+
+
+def _file_arguments(
+    files: list[str], overrides: list[str], read_sections: ReadSections | None, known: set[str]
+) -> Arguments:
+    if not files:
+        if overrides:
+            raise UsageError(f"-o {overrides[0]} changes a configuration; name one with -c FILE.yaml")
+        return Arguments()
+    if len(files) > 1:
+        raise UsageError(f"{' and '.join(files)} are given; give one file, flags go after it")
+    path = files[0]
+    if path.endswith(".json"):
+        given = list(json_arguments(path))
+    else:
+        path = find(path)
+        tree = load_yaml(path)
+        if has_sections(tree, known):
+            if read_sections is None:
+                raise UsageError(f"{path} is a configuration of FleetX, which pretrain, evaluate and predict read")
+            return replace(read_sections(path, overrides), from_sections=True)
+        given = list(yaml_arguments(tree))
+    return Arguments(given + [_override(text) for text in overrides])
+
+
+def _files_of(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """The argument files, the -o overrides, and the rest."""
+    files: list[str] = []
+    overrides: list[str] = []
+    rest: list[str] = []
+    if argv and not argv[0].startswith("-") and argv[0].endswith((".json", *YAML_ENDINGS)):
+        files.append(argv.pop(0))
+    while argv:
+        name, equals, value = argv[0].partition("=")
+        if name not in ("-c", "--config", "-o", "--override"):
+            rest.append(argv.pop(0))
+            continue
+        argv.pop(0)
+        if not equals and (not argv or argv[0].startswith("--")):
+            raise UsageError(f"{name} needs a value")
+        (files if name in ("-c", "--config") else overrides).append(value if equals else argv.pop(0))
+    return files, overrides, rest
+
+
+def _override(text: str) -> Argument:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"option({text}) should contain a =to distinguish between key and value")
+    return Argument(canonical(name), (value,), OVERRIDE, f"-o {name}")
+
+
+def _split(rest: list[str], problems: list[str]) -> Iterator[Argument]:
+    """The arguments of the command line in order."""
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            problems.append(f"unexpected word {token!r}: flags start with --, values with blanks need quotes")
+            continue
+        name, equals, value = token[2:].partition("=")
+        taken = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            taken.append(rest.pop(0))
+        yield Argument(canonical(name), tuple(taken), Source(Origin.CLI, f"--{name}"), f"--{name}")
+
+
+def read_json(path: str, what: str) -> dict[str, Any]:
+    """The JSON object in the file `path`, which messages call `what`. Raises UsageError."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UsageError(f"cannot read the argument file {path}: {error.strerror}") from error
+        raise UsageError(f"{what} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the argument file {path} is not valid JSON: {error}") from error
+        raise UsageError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"the argument file {path} holds no JSON object of flag -> value")
-    for name, value in content.items():
-        if value is None:
-            continue  # null means: as if the flag were not there
-        yield _word(name, value, path, f"{path}: {name}")
+        raise UsageError(f"{what} holds no JSON object")
+    return content
 
 
-def yaml_words(tree: Tree) -> Iterator[Word]:
-    """The flags in a YAML file without sections."""
+def json_arguments(path: str) -> Iterator[Argument]:
+    """The arguments in a JSON file; null is as if the key were not there. Raises UsageError."""
+    for name, value in read_json(path, f"the argument file {path}").items():
+        if value is not None:
+            yield _argument(name, value, Source(Origin.FILE, path), f"{path}: {name}")
+
+
+def yaml_arguments(tree: Tree) -> Iterator[Argument]:
+    """The arguments in a YAML file without sections."""
     for name, node in tree.items():
         if isinstance(node, dict):
-            place = next((leaf.place for leaf in node.values() if isinstance(leaf, Leaf)), name)
-            yield _word(name, _plain(node), place, f"{name} ({place})")
+            unknown = Source(Origin.FILE, name)  # of an empty mapping
+            source = next((leaf.source for leaf in node.values() if isinstance(leaf, Leaf)), unknown)
+            yield _argument(name, _plain(node), source, f"{name} ({source.text})")
         elif node.value is not None:
-            yield _word(name, node.value, node.place, f"{name} ({node.place})")
+            yield _argument(name, node.value, node.source, f"{name} ({node.place})")
 
 
 def has_sections(tree: Tree, known: Collection[str]) -> bool:
-    """Whether the file is more than a list of flags; a mapping under a `known` word is its value."""
+    """Whether the file is more than a list of arguments; a mapping under a `known` name is its value."""
     sections = (key for key, value in tree.items() if isinstance(value, dict) and canonical(key) not in known)
     return any(sections) or "_base_" in tree
 
@@ -102,11 +245,12 @@ def find(path: str) -> str:
     raise UsageError(f"there is no configuration {path}; give a file, or one of {names}")
 
 
-def _files(group: Any) -> list[Any]:
+def _files(group: Traversable) -> list[Traversable]:
     return [file for file in group.iterdir() if file.name.endswith(YAML_ENDINGS)] if group.is_dir() else []
 
 
 def _tree(node: yaml.MappingNode, path: str, loader: yaml.SafeLoader) -> Tree:
+    # Composed nodes keep the line of each key, which yaml.safe_load drops.
     found: Tree = {}
     for key_node, value_node in node.value:
         key = str(loader.construct_object(key_node, deep=True))
@@ -116,15 +260,15 @@ def _tree(node: yaml.MappingNode, path: str, loader: yaml.SafeLoader) -> Tree:
         if isinstance(value_node, yaml.MappingNode):
             found[key] = _tree(value_node, path, loader)
         else:
-            found[key] = Leaf(loader.construct_object(value_node, deep=True), place)
+            found[key] = Leaf(loader.construct_object(value_node, deep=True), Source(Origin.FILE, place))
     return found
 
 
-def _word(name: str, value: Any, place: str, typed: str) -> Word:
+def _argument(name: str, value: Any, source: Source, typed: str) -> Argument:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, (dict, list, types.NoneType)) for item in items):
-        return Word(canonical(name), (json.dumps(value),), place, typed, nested=True)
-    return Word(canonical(name), as_texts(value), place, typed)
+        return Argument(canonical(name), (json.dumps(value),), source, typed, nested=True)
+    return Argument(canonical(name), as_texts(value), source, typed)
 
 
 def _plain(tree: Tree) -> dict[str, Any]:

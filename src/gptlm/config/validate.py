@@ -1,190 +1,384 @@
-"""What can be wrong with a run, said before anything heavy is imported or read."""
+"""What can be wrong with a training run, checked before anything heavy is imported or read."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from gptlm.compat.paddlenlp import PARALLEL_WORDS
+from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.config.derive import degrees_fit, sharing
+from gptlm.config.field import check_fields
 from gptlm.config.model_size import ModelSource
 from gptlm.config.parser import Parsed
-from gptlm.config.validate_layout import layout_problems
+from gptlm.config.problem import Problem
 from gptlm.errors import GptlmError, named
-from gptlm.parallel.dims import ParallelDims
+from gptlm.parallel.dims import ParallelDims, bubble_fraction
 
 TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
 SHARE_UNIT = 1_000_000
-FOR_TRAINING = ("max_steps", "num_train_epochs", "learning_rate")  # who types these wants to train
+FOR_TRAINING = ("max_steps", "num_train_epochs", "learning_rate")  # given by users who want to train
+PIPELINE_STAGE = "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1"
+PARALLEL_WORDS = {  # values that PaddleNLP accepts
+    "tensor_parallel_config": (
+        "enable_mp_async_allreduce",
+        "enable_mp_skip_c_identity",
+        "enable_mp_fused_linear_param_grad_add",
+        "enable_delay_scale_loss",
+        "enable_sp_async_reduce_scatter",
+        "sync_param",
+        "sync_grad",
+        "sync_moment",
+    ),
+    "pipeline_parallel_config": (
+        "disable_p2p_cache_shape",
+        "disable_partial_send_recv",
+        "enable_delay_scale_loss",
+        "enable_dp_comm_overlap",
+        "enable_sharding_comm_overlap",
+        "enable_timer",
+        "enable_release_grads",
+        "enable_clear_every_step_cache",
+        "enable_overlap_p2p_comm",
+        "disable_batch_p2p_comm",
+    ),
+    "sharding_parallel_config": (
+        "enable_stage1_tensor_fusion",
+        "enable_stage1_overlap",
+        "enable_stage2_overlap",
+        "split_param",
+        "disable_stage1_reduce_avg",
+        "enable_stage1_allgather_overlap",
+        "enable_stage1_broadcast_overlap",
+    ),
+}
 
 
-def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource | None, printing: bool) -> list[str]:
-    """Everything that makes the run impossible, one sentence each; harmless oddities are added to the notes.
+def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource | None, printing: bool) -> list[Problem]:
+    """Everything that makes a training run impossible; arguments without effect are logged.
 
-    Without `dims` or `source`, which were refused before, what follows from them is left out.
+    Without `dims` or `source`, which were refused before, the checks that need them are omitted.
     """
-    problems = [*_numbers(parsed), *_training(parsed)]
+    problems = [*check_fields(*parsed.groups.values()), *_training(parsed)]
     if dims is not None:
-        problems += [*layout_problems(parsed, dims), *(_float8(parsed, dims) if parsed.values["fp8"] else ())]
-        _oddities(parsed, dims)
+        problems += [*_layout(parsed, dims), *_float8(parsed, dims)]
+        _log_no_effect(parsed, dims)
     if source is not None:
         problems += _weights(parsed, source)
-    problems += _folder(parsed, "output_dir", "the folder for results", printing)
-    return problems
+    return [*problems, *missing_folder(parsed, "output_dir", "the folder for results", printing)]
 
 
-def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[str]:
-    """What can be wrong with a run on token files alone."""
-    values = parsed.values
-    if values["load_best_model_at_end"] and values["do_train"]:
-        if values["metric_for_best_model"] not in ("loss", "eval_loss"):
-            yield (
-                f"{named('metric_for_best_model')} {values['metric_for_best_model']!r}: pretraining evaluates the "
-                "loss only"
-            )
-    if values["greater_is_better"]:
-        yield f"{named('greater_is_better')} true: the metric of pretraining is the loss, of which less is better"
-    yield from _folder(parsed, "input_dir", "the folder with token files", printing)
-
-
-def _numbers(parsed: Parsed) -> Iterator[str]:
-    values = parsed.values
-    if values["max_steps"] == -1 and values["num_train_epochs"] <= 0:
-        yield f"{named('num_train_epochs')} {values['num_train_epochs']:g}: expected more than 0"
-    count = values["num_hidden_layers"]
-    outside = [layer for layer in values["no_recompute_layers"] if count and not 0 <= layer < count]
-    if outside:
-        yield f"{named('no_recompute_layers')} {' '.join(map(str, outside))}: the layers are 0 to {count - 1}"
-
-
-def _training(parsed: Parsed) -> Iterator[str]:
-    values = parsed.values
-    if values["fp16"] and values["bf16"]:
-        yield "At most one of fp16 and bf16 can be True, but not both"
-    if ":" in values["device"] and (values["world_size"] or 1) > 1:
-        yield (
-            f"{named('device')} {values['device']!r} is one card, there are {values['world_size']} processes; use "
-            f"--{named('device')} gpu"
+def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[Problem]:
+    """What can be wrong with pretraining alone."""
+    training = parsed[TrainingArguments]
+    metric = training.metric_for_best_model
+    if training.load_best_model_at_end and training.do_train and metric not in ("loss", "eval_loss"):
+        yield Problem("metric_for_best_model", f"{metric!r}: pretraining evaluates the loss only")
+    if training.greater_is_better:
+        yield Problem("greater_is_better", "true: the metric of pretraining is the loss, of which less is better")
+    length, degree = parsed[DataArguments].max_seq_length, max(parsed[ParallelArguments].tensor_parallel_degree, 1)
+    if parsed[ParallelArguments].sequence_parallel and length % degree:
+        yield Problem(
+            "max_seq_length",
+            f"{length} is not a multiple of {named('tensor_parallel_degree')} ({degree}): {named('sequence_parallel')}",
         )
-    for tracker in values["report_to"]:
-        if tracker not in TRACKERS:
-            yield f"{named('report_to')} {tracker!r}: expected {', '.join(TRACKERS[:5])}"
-    resume = (values["resume_from_checkpoint"] or "").lower()
-    if resume in ("false", "0", "no"):
-        yield (
-            f"{named('resume_from_checkpoint')} {resume}: to start anew give --{named('overwrite_output_dir')} or "
-            f"another --{named('output_dir')}"
+    yield from missing_folder(parsed, "input_dir", "the folder with token files", printing)
+
+
+def pretrain_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+    """Pretraining runs that are sensible but not implemented."""
+    masking = parsed[DataArguments].document_masking
+    if dims.pipeline > 1 and masking != "none":
+        yield Problem(
+            "document_masking",
+            f"{masking} with {named('pipeline_parallel_degree')} {dims.pipeline}: stages send hidden states only, "
+            f"without documents; use --{named('tensor_parallel_degree')} instead, or {named('document_masking')} none",
         )
-    if not (values["do_train"] or values["do_eval"] or values["do_predict"]):
-        yield f"{named('do_train')}, {named('do_eval')} and {named('do_predict')} are all off: there is nothing to do"
-    if values["load_best_model_at_end"] and values["do_train"]:
-        yield from _best_model(parsed)
 
 
-def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[str]:
-    values = parsed.values
-    if not values["bf16"] or values["fp16_opt_level"] == "O0":
-        yield f"{named('fp8')} is for the products of bfloat16 training; give --{named('bf16')} with it"
+def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
+    """Fine-tuning runs that are sensible but not implemented."""
     if dims.is_model_parallel:
-        yield (
-            f"{named('fp8')} goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in "
-            "bfloat16"
+        yield Problem(
+            "tensor_parallel_degree",
+            f"{dims.tensor} and {named('pipeline_parallel_degree')} {dims.pipeline}: fine-tuning is data-parallel "
+            f"only; use --{named('sharding')} stage3 for models that do not fit on one card",
         )
-    if "stage3" in values["sharding"]:
-        yield f"{named('fp8')} goes without sharding stage3, which takes the weights apart; use stage1 or stage2"
-    if values.get("lora"):
-        yield f"{named('fp8')} goes without lora: adapters are small, and their products too"
-    if values["hidden_size"] and values["hidden_size"] % 16:
-        yield f"{named('hidden_size')} {values['hidden_size']}: fp8 needs a multiple of 16"
 
 
-def _best_model(parsed: Parsed) -> Iterator[str]:
-    values = parsed.values
-    if values["evaluation_strategy"] == "no" or values["evaluation_strategy"] != values["save_strategy"]:
-        yield (
-            f"{named('load_best_model_at_end')} needs evaluation and saving at the same times; "
-            f"{named('evaluation_strategy')} is {values['evaluation_strategy']}, {named('save_strategy')} is "
-            f"{values['save_strategy']}"
+def missing_folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[Problem]:
+    """A folder that is not given; for --print_config a log line."""
+    problem = Problem(name, f"is missing: {what}")
+    if not parsed.value(name) and printing:
+        parsed.note(problem.marked)
+    elif not parsed.value(name):
+        yield problem
+
+
+def _training(parsed: Parsed) -> Iterator[Problem]:
+    model, training = parsed[ModelArguments], parsed[TrainingArguments]
+    if training.max_steps == -1 and training.num_train_epochs <= 0:
+        yield Problem("num_train_epochs", f"{training.num_train_epochs:g}: expected more than 0")
+    count = model.num_hidden_layers
+    outside = [layer for layer in training.no_recompute_layers if count and not 0 <= layer < count]
+    if outside and count:
+        yield Problem("no_recompute_layers", f"{' '.join(map(str, outside))}: the layers are 0 to {count - 1}")
+    if training.fp16 and training.bf16:
+        yield Problem("", "At most one of fp16 and bf16 can be True, but not both")
+    world = parsed[ParallelArguments].world_size or 1
+    if ":" in training.device and world > 1:
+        yield Problem(
+            "device",
+            f"{training.device!r} is one card, there are {world} processes; use --{named('device')} gpu",
         )
-    elif values["evaluation_strategy"] == "steps":
-        yield from steps_apart(values)
+    for tracker in training.report_to:
+        if tracker not in TRACKERS:
+            yield Problem("report_to", f"{tracker!r}: expected {', '.join(TRACKERS[:5])}")
+    resume = (training.resume_from_checkpoint or "").lower()
+    if resume in ("false", "0", "no"):
+        yield Problem(
+            "resume_from_checkpoint",
+            f"{resume}: to start at step 0 give --{named('overwrite_output_dir')} or another --{named('output_dir')}",
+        )
+    if not (training.do_train or training.do_eval or training.do_predict):
+        yield Problem(
+            "do_train", f"and {named('do_eval')} and {named('do_predict')} are all off: there is nothing to do"
+        )
+    if training.load_best_model_at_end and training.do_train:
+        yield from _best_model(training)
 
 
-def steps_apart(values: Mapping[str, Any]) -> Iterator[str]:
-    """Raised or reported where checkpoints do not come with evaluations, which load_best_model_at_end needs."""
-    save, evaluate = values["save_steps"], values["eval_steps"] or 1
+def _best_model(training: TrainingArguments) -> Iterator[Problem]:
+    if training.evaluation_strategy == "no" or training.evaluation_strategy != training.save_strategy:
+        yield Problem(
+            "load_best_model_at_end",
+            f"needs evaluation and saving at the same times; {named('evaluation_strategy')} is "
+            f"{training.evaluation_strategy}, {named('save_strategy')} is {training.save_strategy}",
+        )
+    elif training.evaluation_strategy == "steps":
+        yield from steps_apart(training)
+
+
+def steps_apart(training: TrainingArguments) -> Iterator[Problem]:
+    """Whether a checkpoint comes without an evaluation, which load_best_model_at_end needs."""
+    save, evaluate = training.save_steps, training.eval_steps or 1
     mixed = (save < 1) != (evaluate < 1)  # max_steps is not known yet; shares of it are compared as in transformers
     if mixed or round(save * SHARE_UNIT) % round(evaluate * SHARE_UNIT):
-        yield (
-            f"{named('load_best_model_at_end')} needs {named('save_steps')} ({save:g}) to be a multiple of "
-            f"{named('eval_steps')} ({evaluate:g})"
+        yield Problem(
+            "load_best_model_at_end",
+            f"needs {named('save_steps')} ({save:g}) to be a multiple of {named('eval_steps')} ({evaluate:g})",
         )
 
 
-def _folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[str]:
-    if not parsed.values[name]:
-        line = f"--{named(name)} is missing: {what}"
-        if printing:
-            parsed.note(line)
-        else:
-            yield line
+def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+    training, width = parsed[TrainingArguments], parsed[ModelArguments].hidden_size
+    if not training.fp8:
+        return
+    if not training.bf16 or training.fp16_opt_level == "O0":
+        yield Problem("fp8", f"is for the products of bfloat16 training; give --{named('bf16')} with it")
+    if dims.is_model_parallel:
+        yield Problem(
+            "fp8",
+            f"goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in bfloat16",
+        )
+    if "stage3" in parsed[ParallelArguments].sharding:
+        yield Problem("fp8", "goes without sharding stage3, which splits the weights; use stage1 or stage2")
+    if width and width % 16:
+        yield Problem("hidden_size", f"{width}: fp8 needs a multiple of 16")
 
 
-def _weights(parsed: Parsed, source: ModelSource) -> Iterator[str]:
-    values = parsed.values
-    if values["continue_training"] and source.weights is None:
-        yield (
-            f"--{named('continue_training')} needs weights, {values['model_name_or_path']} "
-            f"{'is a size only, none were ever published' if source.kind == 'preset' else 'has none'}; "
-            f"give a folder with model.safetensors, or start from random weights with --{named('continue_training')} 0"
+def _weights(parsed: Parsed, source: ModelSource) -> Iterator[Problem]:
+    model = parsed[ModelArguments]
+    if model.continue_training and source.weights is None:
+        lack = "is a size only, none were ever published" if source.kind == "preset" else "has none"
+        yield Problem(
+            "continue_training",
+            f"needs weights, {model.model_name_or_path} {lack}; give a folder with model.safetensors, or start from "
+            f"random weights with --{named('continue_training')} 0",
         )
 
 
-def _oddities(parsed: Parsed, dims: ParallelDims) -> None:
-    values, note = parsed.values, parsed.note
-    if values["sharding"] and dims.data == 1 and "offload" not in values["sharding"]:
-        note(f"--sharding {values['sharding']} has no effect: there is one replica, nothing to share")
-    elif values["sharding"] and values["sharding_parallel_degree"] == 1 and dims.data > 1:
-        note(f"--sharding {values['sharding']} with sharding_parallel_degree 1 shards nothing")
-    if values["sequence_parallel"] and dims.tensor == 1:
-        note("--sequence_parallel has no effect: it splits inside the tensor-parallel group, and that has one process")
-    if values["virtual_pp_degree"] > 1 and dims.pipeline == 1:
-        note(f"--virtual_pp_degree {values['virtual_pp_degree']} has no effect: pipeline_parallel_degree is 1")
-    for name in PARALLEL_WORDS:
-        if values[name].strip():
-            note(f"--{name} {values[name].strip()!r} has no effect: those are PaddlePaddle's speed switches")
-    if parsed.given("auto_parallel_memory") and not values["auto_parallel"]:
-        note(f"{named('auto_parallel_memory')} has no effect without --auto_parallel")
-    if values["initializer_range"] is not None and values["continue_training"]:
+def _layout(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+    """What can be wrong with degrees and sharding."""
+    parallel, training = parsed[ParallelArguments], parsed[TrainingArguments]
+    for name, known in PARALLEL_WORDS.items():
+        for word in parsed.value(name).replace(",", " ").split():
+            if word not in known:
+                yield Problem(name, f"{word!r} is unknown; expected {', '.join(known)}")
+    yield from _sharding(parallel, dims)
+    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        size = parsed.value(name)
+        if dims.tensor > 1 and size and size % dims.tensor:
+            yield Problem(name, f"{size} is not a multiple of {named('tensor_parallel_degree')} ({dims.tensor})")
+    yield from _stages(parsed, dims)
+    steps = training.gradient_accumulation_steps
+    if dims.pipeline > 1 and parallel.virtual_pp_degree > 1 and steps % dims.pipeline:
+        yield Problem(
+            "",
+            f"num of microbatches {steps} should be divisible of pp_degree {dims.pipeline} when using interleave "
+            f"pipeline\n  {named('gradient_accumulation_steps')} {steps}, {named('pipeline_parallel_degree')} "
+            f"{dims.pipeline}, {named('virtual_pp_degree')} {parallel.virtual_pp_degree}; raise the global batch "
+            f"size or set {named('virtual_pp_degree')} 1",
+        )
+    if "enable_dp_comm_overlap" in parallel.pipeline_parallel_config and dims.pipeline > 1 and dims.data > 1:
+        yield Problem(
+            "pipeline_parallel_config",
+            "enable_dp_comm_overlap with data parallelism: overlap has accuracy issue",
+        )
+
+
+def _stages(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+    """Layers against pipeline stages."""
+    layers = parsed[ModelArguments].num_hidden_layers
+    chunks = parsed[ParallelArguments].virtual_pp_degree if dims.pipeline > 1 else 1
+    stages = dims.pipeline * chunks
+    if dims.pipeline == 1 or not layers:
+        return
+    if layers < stages:
+        yield Problem(
+            "num_hidden_layers", f"{layers} is less than the {stages} stages of the pipeline; lower the degrees"
+        )
+    elif layers % stages and chunks > 1:
+        yield Problem(
+            "",
+            f"virtual pp doesn't support uneven layer split.\n  {named('num_hidden_layers')} {layers} is not a "
+            f"multiple of {named('pipeline_parallel_degree')} {dims.pipeline} x {named('virtual_pp_degree')} {chunks}",
+        )
+    elif layers % stages:
+        parsed.note(
+            f"{named('num_hidden_layers')} {layers} does not divide by {named('pipeline_parallel_degree')} {stages}: "
+            f"the first {layers % stages} stages have {layers // stages + 1} layers, the others {layers // stages}"
+        )
+    steps = parsed[TrainingArguments].gradient_accumulation_steps
+    parsed.note(
+        f"pipeline: {dims.pipeline} stages, {steps} micro-batches in a step: the bubble is "
+        f"{bubble_fraction(dims.pipeline, chunks, steps):.0%} of the time (more micro-batches make it smaller)"
+    )
+
+
+def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem]:
+    words = parallel.sharding.replace(",", " ").replace("_", " ").split()
+    unknown = [word for word in words if word not in ("stage1", "stage2", "stage3", "offload")]
+    stages = [word for word in words if word.startswith("stage")]
+    if unknown:
+        yield Problem("sharding", f"{parallel.sharding!r}: expected stage1, stage2 or stage3, optionally with offload")
+        return
+    if words and len(stages) != 1:
+        yield Problem("sharding", f"{parallel.sharding!r}: exactly one of stage1, stage2 and stage3 is needed")
+        return
+    if stages and stages[0] != "stage1" and dims.pipeline > 1:
+        text = f"{PIPELINE_STAGE} (sharding {parallel.sharding!r}, {named('pipeline_parallel_degree')} {dims.pipeline})"
+        yield Problem("", text)
+    if parallel.sharding and parallel.deepspeed:
+        yield Problem(
+            "sharding",
+            f"{parallel.sharding!r} and {named('deepspeed')} {parallel.deepspeed!r} both set the sharding; give one",
+        )
+    yield from _groups(parallel, dims)
+    if stages:
+        yield from _shares(stages[0], parallel.sharding_parallel_degree, dims)
+
+
+def _groups(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem]:
+    """Whether groups and shares make up all replicas. The first line is PaddleFleetX's."""
+    shares, groups = sharing(parallel), parallel.data_parallel_degree
+    if dims.data % shares or degrees_fit(parallel, dims):
+        return
+    needed = groups * shares * dims.tensor * dims.pipeline
+    yield Problem(
+        "",
+        f"unreasonable config of dist_strategy.\n  {named('data_parallel_degree')} {groups} x "
+        f"{named('sharding_parallel_degree')} {shares} x {named('tensor_parallel_degree')} {dims.tensor} x "
+        f"{named('pipeline_parallel_degree')} {dims.pipeline} = {needed} is not the number of processes "
+        f"({dims.world}); launch {needed} (--{named('world_size')} {needed} with --print_config), leave "
+        f"{named('data_parallel_degree')} out, or add --{named('adapt_dp')}",
+    )
+
+
+def _shares(stage: str, degree: int, dims: ParallelDims) -> Iterator[Problem]:
+    """Whether so many replicas can share."""
+    if dims.data % degree:
+        yield Problem(
+            "sharding_parallel_degree",
+            f"{degree} does not divide the {dims.data} data-parallel replicas ({dims.world} processes / "
+            f"({dims.tensor} x {dims.pipeline}))",
+        )
+    elif 1 < degree < dims.data and dims.is_model_parallel:
+        yield Problem(
+            "sharding_parallel_degree",
+            f"{degree} of {dims.data} replicas with tensor or pipeline parallelism: ZeRO shares over all replicas or "
+            "none; leave the degree out",
+        )
+    elif 1 < degree < dims.data and stage == "stage2":
+        yield Problem(
+            "sharding",
+            f"stage2 with {named('sharding_parallel_degree')} {degree} of {dims.data} replicas: DeepSpeed shares "
+            "gradients over all replicas or none; use stage1 with this degree, stage3 with it, or leave the degree out",
+        )
+
+
+def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
+    """Log the arguments that change nothing in this run, and values that are probably mistakes."""
+    _log_parallel(parsed, dims)
+    model, training, note = parsed[ModelArguments], parsed[TrainingArguments], parsed.note
+    if model.initializer_range is not None and model.continue_training:
         note(f"{named('initializer_range')} has no effect: the weights are loaded")
-    if values["no_recompute_layers"] and not values["recompute"]:
-        note("--no_recompute_layers has no effect: recompute is off")
-    if parsed.given("recompute_granularity") and not values["recompute"]:
+    if training.no_recompute_layers and not training.recompute:
+        note(f"--{named('no_recompute_layers')} has no effect: recompute is off")
+    if parsed.given("recompute_granularity") and not training.recompute:
         note(f"{named('recompute_granularity')} has no effect: recompute is off")
-    if values["fp16_opt_level"] == "O0" and (values["fp16"] or values["bf16"]):
-        note("--fp16_opt_level O0 switches mixed precision off: the run is float32")
-    if values["amp_master_grad"] and values["fp16_opt_level"] != "O2":
-        note("--amp_master_grad has no effect: gradients are float32 unless the level is O2")
-    if values["min_learning_rate"] > values["learning_rate"]:
+    if training.fp16_opt_level == "O0" and (training.fp16 or training.bf16):
+        note(f"--{named('fp16_opt_level')} O0 switches mixed precision off: the run is float32")
+    if training.amp_master_grad and training.fp16_opt_level != "O2":
+        note(f"--{named('amp_master_grad')} has no effect: gradients are float32 unless the level is O2")
+    lowest, highest = training.min_learning_rate, training.learning_rate
+    if lowest > highest:
         note(
-            f"WARNING: {named('min_learning_rate')} {values['min_learning_rate']:g} is above {named('learning_rate')} "
-            f"{values['learning_rate']:g}: after the warm-up the rate goes up to it; were they swapped?"
+            f"WARNING: {named('min_learning_rate')} {lowest:g} is above {named('learning_rate')} {highest:g}: after "
+            "the warm-up the rate goes up to it; were they swapped?"
         )
-    if values["max_steps"] > 0 and values["warmup_steps"] > values["max_steps"]:
-        note(f"warmup_steps {values['warmup_steps']:g} is above max_steps {values['max_steps']}: warm-up never ends")
-    if "none" in values["report_to"] and len(values["report_to"]) > 1:
-        note(f"--report_to {' '.join(values['report_to'])}: none wins")
-    if values["load_best_model_at_end"] and not values["do_train"]:
-        note("--load_best_model_at_end has no effect: do_train is off")
+    warmup, steps = training.warmup_steps, training.max_steps
+    if 0 < steps < warmup:
+        note(f"{named('warmup_steps')} {warmup:g} is above {named('max_steps')} {steps}: warm-up never ends")
+    if "none" in training.report_to and len(training.report_to) > 1:
+        note(f"--{named('report_to')} {' '.join(training.report_to)}: none wins")
+    if "autonlp" in training.report_to:
+        note(f"--{named('report_to')} autonlp has no effect: the service is gone")
+    if training.load_best_model_at_end and not training.do_train:
+        note(f"--{named('load_best_model_at_end')} has no effect: do_train is off")
     wanted = [parsed.typed_as(name) for name in FOR_TRAINING if name in parsed.typed]
-    if wanted and not values["do_train"] and parsed.sources["do_train"] == "default":
-        only = "--do_eval" if values["do_eval"] else "--do_predict"
-        note(f"nothing is trained, although {', '.join(wanted)} is given: {only} without --do_train only evaluates")
-    if "autonlp" in values["report_to"]:
-        note("--report_to autonlp has no effect: the service is gone")
+    if wanted and not training.do_train and parsed.is_default("do_train"):
+        only = named("do_eval" if training.do_eval else "do_predict")
+        note(
+            f"nothing is trained, although {', '.join(wanted)} is given: --{only} without --{named('do_train')} only "
+            "evaluates"
+        )
+
+
+def _log_parallel(parsed: Parsed, dims: ParallelDims) -> None:
+    parallel, note = parsed[ParallelArguments], parsed.note
+    if parallel.sharding and dims.data == 1 and "offload" not in parallel.sharding:
+        note(f"--{named('sharding')} {parallel.sharding} has no effect: there is one replica, nothing to share")
+    elif parallel.sharding and parallel.sharding_parallel_degree == 1 and dims.data > 1:
+        note(f"--{named('sharding')} {parallel.sharding} with {named('sharding_parallel_degree')} 1 shards nothing")
+    if parallel.sequence_parallel and dims.tensor == 1:
+        note(
+            f"--{named('sequence_parallel')} has no effect: it splits inside the tensor-parallel group, and that has "
+            "one process"
+        )
+    if parallel.virtual_pp_degree > 1 and dims.pipeline == 1:
+        note(
+            f"--{named('virtual_pp_degree')} {parallel.virtual_pp_degree} has no effect: "
+            f"{named('pipeline_parallel_degree')} is 1"
+        )
+    for name in PARALLEL_WORDS:
+        words = parsed.value(name).strip()
+        if words:
+            note(f"--{named(name)} {words!r} has no effect: these switch optimizations of PaddlePaddle")
+    if parsed.given("auto_parallel_memory") and not parallel.auto_parallel:
+        note(f"{named('auto_parallel_memory')} has no effect without --{named('auto_parallel')}")
 
 
 def check_readable(flag: str, path: str | None) -> None:
-    """Raises GptlmError if the file that `flag` names cannot be opened; None is no file."""
+    """Raises GptlmError if the file of `flag` cannot be opened; None is no file."""
     try:
         if path:
             open(path, "rb").close()
     except OSError as error:
-        raise GptlmError(f"cannot read --{flag} {path}: {error.strerror}") from error
+        raise GptlmError(f"cannot read --{named(flag)} {path}: {error.strerror}") from error

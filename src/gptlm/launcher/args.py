@@ -6,12 +6,13 @@ words for nodes and GPUs count wherever they stand.
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gptlm.config.field import arg, check_fields
+from gptlm.config.origin import Origin, Source
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.errors import UsageError
 from gptlm.launcher import aliases as spellings
@@ -19,6 +20,7 @@ from gptlm.launcher.script import program, split_command
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+RESOLVED = Source(Origin.DERIVED, "resolved")
 CARD = r"\d+|(?:GPU|MIG)-[\w/-]+"
 HELP = """
 One process per GPU; on several nodes the same command starts on each.
@@ -158,12 +160,12 @@ def _take_script_words(parsed: Parsed, words: Sequence[str]) -> Iterator[str]:
         taken += [word] if inside else []
     told = parse(LAUNCH, taken)
     for name, source in told.sources.items():
-        if source == "default":
+        if source.origin is Origin.DEFAULT:
             continue
-        if parsed.sources[name] != "default" and parsed.values[name] != told.values[name]:
+        if not parsed.is_default(name) and parsed.values[name] != told.values[name]:
             yield (
-                f"{source} {_text(told.values[name])} among the script's words contradicts {parsed.sources[name]} "
-                f"{_text(parsed.values[name])}; give one"
+                f"{source.text} {_text(told.values[name])} among the script's words contradicts "
+                f"{parsed.sources[name].text} {_text(parsed.values[name])}; give one"
             )
         parsed.set(name, told.values[name], source)
 
@@ -198,7 +200,7 @@ def _cards(visible: str | None, count_cards: Callable[[], int]) -> int:
     return count_cards() or 1
 
 
-def _ranges(values: dict[str, Any]) -> Iterator[str]:
+def _ranges(values: Mapping[str, Any]) -> Iterator[str]:
     nnodes = values["nnodes"]
     low, _, high = (nnodes or "1").partition(":")
     if not low.isascii() or not low.isdigit() or int(low) < 1 or (high and not high.isdigit()):
@@ -213,20 +215,20 @@ def _nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[str]:
     nodes = int(values["nnodes"].partition(":")[0]) if values["nnodes"] else len(ips) or 1
     if ips and nodes != len(ips):
         yield f"--ips names {len(ips)} nodes, --nnodes {nodes}; make them agree"
-    parsed.set("nnodes", str(nodes), "resolved")
+    parsed.set("nnodes", str(nodes), RESOLVED)
     yield from _master(parsed)
     if nodes == 1:
         if values["master"] and not ips:
             parsed.note("--master has no effect with one node; for several add --nnodes")
-        parsed.set("master", LOOPBACK, "resolved")
+        parsed.set("master", LOOPBACK, RESOLVED)
     elif values["master"] is None and not ips:
         yield (
             f"{nodes} nodes need to know where to meet: add --master ADDRESS:PORT of one of them, the same on each, or "
             "--ips with the addresses of all"
         )
     else:
-        parsed.set("master", values["master"] or ips[0], "resolved")
-        parsed.set("port", values["port"] or DEFAULT_PORT, "resolved")
+        parsed.set("master", values["master"] or ips[0], RESOLVED)
+        parsed.set("port", values["port"] or DEFAULT_PORT, RESOLVED)
     if values["rank"] is None and (ips or nodes == 1):
         yield from _find_rank(parsed, nodes, is_own)
     if values["rank"] is not None and not 0 <= values["rank"] < nodes:
@@ -258,9 +260,9 @@ def _find_rank(parsed: Parsed, nodes: int, is_own: Callable[[str], bool]) -> Ite
     ips, host = parsed.values["ips"], parsed.values["host"]
     own = [place for place, address in enumerate(ips) if (address == host if host else is_own(address))]
     if nodes == 1:
-        parsed.set("rank", 0, "resolved")
+        parsed.set("rank", 0, RESOLVED)
     elif len(own) == 1:
-        parsed.set("rank", own[0], "resolved")
+        parsed.set("rank", own[0], RESOLVED)
     else:
         which = "none of" if not own else "more than one of"
         yield f"{which} the nodes {','.join(ips)} is {host or 'this machine'}: add --rank N (0 on {ips[0]})"

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gptlm.config.derive import resolve_processes
+from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.compat.defaults import derive_processes
 from gptlm.config.field import arg, check_fields
+from gptlm.config.origin import Origin
 from gptlm.config.parser import Vocabulary, build, parse
-from gptlm.config.run import PRETRAIN, PretrainRun, parse_pretrain, tried
+from gptlm.config.problem import Problem, usage_error
+from gptlm.config.run import PretrainRun, tried
 from gptlm.errors import UsageError
 from gptlm.planner.memory import GIB, Layout, Sizes
 from gptlm.planner.search import Cluster, candidates
@@ -63,11 +66,13 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
     """
     own, rest = _own_words(list(argv))
     _check_words(rest)
-    values: dict[str, Any] = parse(OWN, own).values
-    problems = [problem.marked for problem in check_fields(build(PlanArguments, values))]
+    values: Mapping[str, Any] = parse(OWN, own).values
+    problems: list[Problem] = check_fields(build(PlanArguments, values))
     given = parse(PRETRAIN, rest)
     degrees = {name: max(given.values[name], 1) for name in DEGREES}
-    if any(degree > 1 and given.sources[name].startswith("-") for name, degree in degrees.items()):
+    if any(
+        degree > 1 and given.sources[name].origin in (Origin.CLI, Origin.OVERRIDE) for name, degree in degrees.items()
+    ):
         raise UsageError("tensor and pipeline degrees are what is planned; leave them out")
     if given.values["world_size"] is not None:
         raise UsageError(
@@ -75,7 +80,7 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
         )
     run = tried(lambda: _alone(rest, given.values), problems)
     if problems or run is None:
-        raise UsageError("\n".join(problems))
+        raise usage_error(problems, {})
     total = run.batch.total
     if given.values["global_batch_size"] is None:
         total *= max(values["num_gpus"] // math.prod(degrees.values()), 1)
@@ -136,7 +141,7 @@ def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
     given = _settings(parsed.values, run)
     if any(given[name] > 1 for name in DEGREES) or given["sharding"]:
         raise UsageError("--auto_parallel chooses degrees and sharding; leave them out")
-    resolve_processes(parsed, environment, printing=True)
+    derive_processes(parsed, environment, printing=True)
     world, memory = parsed.values["world_size"], run.parallel.auto_parallel_memory
     total = run.batch.total * (world if given["global_batch_size"] is None else 1)
     found = candidates(sizes_of(run), Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))

@@ -1,7 +1,7 @@
-"""FleetX's and PaddleFleetX's configurations, every generation, as words of our flags.
+"""FleetX's and PaddleFleetX's configurations of every generation, in the keys of one.
 
-file + its bases -> overrides -> literals -> keys of one generation (`spellings_fleetx.py`) -> words. Rules of the
-original's `ppfleetx/utils/config.py`, without its `eval`.
+file + its bases -> overrides -> literals -> keys of one generation (`keys.py`). The rules are those of the original's
+`ppfleetx/utils/config.py`, without its `eval`.
 """
 
 import ast
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gptlm.compat.fleetx import keys as keys
-from gptlm.config.files import Leaf, Tree, load_yaml
+from gptlm.compat.fleetx import keys
+from gptlm.config.files import OVERRIDE, Leaf, Tree, load_yaml
 from gptlm.errors import UsageError
 
 BASE, INHERITED = "_base_", "_inherited_"
@@ -21,7 +21,7 @@ LITERALS = {"true": True, "false": False, "none": None, "null": None}
 
 @dataclass
 class Configuration:
-    """What a file and its overrides say, in the keys of one generation.
+    """A file and its overrides, in the keys of one generation.
 
     Attributes:
         path: the file.
@@ -47,10 +47,10 @@ class Configuration:
         spelled, leaf = self.spelled.get(key, key), self.leaves.get(key)
         if leaf is None:
             return spelled
-        return f"-o {spelled}" if leaf.place == "-o" else f"{spelled} ({leaf.place})"
+        return f"-o {spelled}" if leaf.source == OVERRIDE else f"{spelled} ({leaf.place})"
 
     def has(self, section: str) -> bool:
-        """Whether anything is said below `section`."""
+        """Whether a key is below `section`."""
         return any(key.startswith(f"{section}.") for key in self.leaves)
 
 
@@ -147,7 +147,7 @@ def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> None:
         raise UsageError(
             f"option({text}) should contain a =to distinguish between key and value\n  write -o {text}=VALUE"
         )
-    leaf = Leaf(_override_value(path, value, notes), "-o")
+    leaf = Leaf(_override_value(path, value, notes), OVERRIDE)
     steps = path.strip().split(".")
     node: Any = tree
     for depth, step in enumerate(steps[:-1]):
@@ -237,9 +237,9 @@ def _place(configuration: Configuration, spelled: str, leaf: Leaf) -> None:
     if spelled.endswith("dp_degreei"):
         configuration.notes.append(f"{spelled} ({leaf.place}) is taken as Distributed.dp_degree; did you mistype it?")
     before = configuration.leaves.get(key)
-    if before is not None and before.place == "-o" != leaf.place:
+    if before is not None and before.source == OVERRIDE != leaf.source:
         return
-    if before is not None and leaf.place != "-o" and before.value not in (None, leaf.value):
+    if before is not None and leaf.source != OVERRIDE and before.value not in (None, leaf.value):
         configuration.notes.append(
             f"{configuration.typed(key)} {before.value} and {spelled} ({leaf.place}) {leaf.value} are one setting; the "
             "last one counts"

@@ -1,91 +1,98 @@
-"""What a FleetX configuration asks of a command, in words of our flags."""
+"""A FleetX configuration as our arguments for one command."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gptlm.compat.fleetx import keys as keys
-from gptlm.compat.fleetx.load import Configuration, matching
+from gptlm.compat.fleetx import keys
+from gptlm.compat.fleetx.load import Configuration, matching, read_configuration
 from gptlm.compat.fleetx.validate import CALCULATED, is_auto, problems_of, unknown_keys
-from gptlm.config.word import Translation, Word, as_texts
+from gptlm.config.files import Argument, Arguments, as_texts
+from gptlm.config.origin import Origin, Source
 from gptlm.errors import UsageError
 
 NO_CHANGE: tuple[Any, ...] = (None, "", False, [], {})  # values of keys without effect that nobody misses
 LONGEST = 512  # new tokens, the original's limit
 
 
-def training_words(configuration: Configuration) -> Translation:
+def training_arguments(path: str, overrides: list[str]) -> Arguments:
     """A pretraining command.
 
     Raises:
         UsageError: listing everything that is wrong.
     """
+    configuration = read_configuration(path, overrides)
     problems = list(problems_of(configuration))
     if problems:
         raise UsageError("\n".join(problems))
-    dialect = "fleetx" if configuration.generation == "sections" else "fleetx-2022"
-    path = configuration.path
-    words = [Word("dialect", (dialect,), path, path)]
+    mode = "fleetx" if configuration.generation == "sections" else "fleetx-2022"
+    given = [Argument("compat", (mode,), _file(configuration), configuration.path)]
     elsewhere = CALCULATED if configuration.value("Model.module") != "GPTFinetuneModule" else (*CALCULATED, *keys.DATA)
     renamed = {key: flag for key, flag in keys.TRAINING_RENAMED.items() if key not in elsewhere}
-    words += _renamed(configuration, renamed)
-    for settled in (_precision, _evaluation, _passes, _sharding, _schedule):
-        words += settled(configuration)
-    translation = Translation(words, list(configuration.notes))
-    translation.notes += _without_effect(configuration, keys.TRAINING_RENAMED, keys.TRAINING_IGNORED)
-    translation.notes += _other_data(configuration)
-    translation.refusals += _refusals(configuration, "pretrain")
-    return translation
+    given += _renamed(configuration, renamed)
+    for several in (_precision, _evaluation, _passes, _sharding, _schedule):
+        given += several(configuration)
+    notes = [
+        *configuration.notes,
+        *_without_effect(configuration, keys.TRAINING_RENAMED, keys.TRAINING_IGNORED),
+        *_other_data(configuration),
+    ]
+    return Arguments(given, notes, refusals=_refusals(configuration, "pretrain"))
 
 
-def evaluation_words(configuration: Configuration) -> Translation:
-    """An evaluation: `Offline_Eval` and what it is made of. Raises UsageError."""
-    words = _renamed(configuration, keys.EVALUATION_RENAMED)
-    words += _half_weights(configuration)
-    return _task(configuration, words, keys.EVALUATION_RENAMED, "evaluate")
+def evaluation_arguments(path: str, overrides: list[str]) -> Arguments:
+    """An evaluation: `Offline_Eval`, precision and device. Raises UsageError."""
+    configuration = read_configuration(path, overrides)
+    given = [*_renamed(configuration, keys.EVALUATION_RENAMED), *_half_weights(configuration)]
+    return _task(configuration, given, keys.EVALUATION_RENAMED, "evaluate")
 
 
-def generation_words(configuration: Configuration) -> Translation:
-    """Continuing prompts: `Generation` and what it is made of. Raises UsageError."""
-    words = _renamed(configuration, keys.GENERATION_RENAMED)
+def generation_arguments(path: str, overrides: list[str]) -> Arguments:
+    """Continuing prompts: `Generation`, seed and device. Raises UsageError."""
+    configuration = read_configuration(path, overrides)
+    given = _renamed(configuration, keys.GENERATION_RENAMED)
     longest = configuration.value("Generation.max_dec_len")
     if isinstance(longest, int) and not 0 <= longest <= LONGEST:
         configuration.notes.append(f"{configuration.typed('Generation.max_dec_len')} {longest}: {LONGEST} at most")
-        words = [replace(w, values=(str(LONGEST),)) if w.name == "tgt_length" else w for w in words]
-    if not any(word.name == "model_name_or_path" for word in words):
+        given = [replace(g, values=(str(LONGEST),)) if g.name == "tgt_length" else g for g in given]
+    if not any(argument.name == "model_name_or_path" for argument in given):
         typed = configuration.typed("Engine.save_load.ckpt_dir")
-        words.append(Word("model_name_or_path", ("",), configuration.path, typed))
-    return _task(configuration, words, keys.GENERATION_RENAMED, "predict")
+        given.append(Argument("model_name_or_path", ("",), _file(configuration), typed))
+    return _task(configuration, given, keys.GENERATION_RENAMED, "predict")
 
 
-def _task(configuration: Configuration, words: list[Word], renamed: Mapping[str, str], command: str) -> Translation:
+def _task(configuration: Configuration, given: list[Argument], renamed: Mapping[str, str], command: str) -> Arguments:
     unknown = list(unknown_keys(configuration))
     if unknown:
         raise UsageError("\n".join(unknown))
     notes = [*configuration.notes, *_without_effect(configuration, renamed, keys.TASK_IGNORED)]
-    return Translation(words, notes, _refusals(configuration, command))
+    return Arguments(given, notes, refusals=_refusals(configuration, command))
 
 
-# Words -----------------------------------------------------------------------------------------------------------
+def _file(configuration: Configuration) -> Source:
+    return Source(Origin.FILE, configuration.path)
 
 
-def _word(configuration: Configuration, key: str, flag: str, value: Any) -> Word:
+# Arguments -------------------------------------------------------------------------------------------------------
+
+
+def _argument(configuration: Configuration, key: str, flag: str, value: Any) -> Argument:
     leaf = configuration.leaves.get(key)
     texts = (",".join(as_texts(value)),) if flag == "split" else as_texts(value)
-    return Word(flag, texts, leaf.place if leaf else configuration.path, configuration.typed(key))
+    return Argument(flag, texts, leaf.source if leaf else _file(configuration), configuration.typed(key))
 
 
-def _renamed(configuration: Configuration, table: Mapping[str, str]) -> list[Word]:
-    """A word for each key that says something; an empty value is as good as none."""
+def _renamed(configuration: Configuration, table: Mapping[str, str]) -> list[Argument]:
+    """An argument for each key with a value; an empty value counts as none."""
     return [
-        _word(configuration, key, flag, configuration.value(key))
+        _argument(configuration, key, flag, configuration.value(key))
         for key, flag in table.items()
         if configuration.value(key) is not None
     ]
 
 
-def _half_weights(configuration: Configuration) -> list[Word]:
+def _half_weights(configuration: Configuration) -> list[Argument]:
     """fp16 or bf16, where mixed precision is on."""
     mix = "Engine.mix_precision"
     key = f"{mix}.enable" if f"{mix}.enable" in configuration.leaves else f"{mix}.use_pure_fp16"
@@ -95,20 +102,20 @@ def _half_weights(configuration: Configuration) -> list[Word]:
     if not enabled:
         return []
     kind = configuration.value(f"{mix}.dtype", "float16")
-    return [_word(configuration, key, "bf16" if kind == "bfloat16" else "fp16", True)]
+    return [_argument(configuration, key, "bf16" if kind == "bfloat16" else "fp16", True)]
 
 
-def _precision(configuration: Configuration) -> list[Word]:
-    words, key = _half_weights(configuration), "Engine.mix_precision.level"
-    if not words:
+def _precision(configuration: Configuration) -> list[Argument]:
+    given, key = _half_weights(configuration), "Engine.mix_precision.level"
+    if not given:
         return []
     level = str(configuration.value(key, "O2")).upper()
     if level == "O3":
         configuration.notes.append(f"{configuration.typed(key)} {level}: taken as O2")
-    return [*words, _word(configuration, key, "fp16_opt_level", "O2" if level == "O3" else level)]
+    return [*given, _argument(configuration, key, "fp16_opt_level", "O2" if level == "O3" else level)]
 
 
-def _evaluation(configuration: Configuration) -> list[Word]:
+def _evaluation(configuration: Configuration) -> list[Argument]:
     frequency = configuration.value("Engine.eval_freq", -1)
     batches = configuration.value("Engine.eval_iters", 0)
     if frequency >= 1 and batches < 1:
@@ -127,54 +134,54 @@ def _evaluation(configuration: Configuration) -> list[Word]:
         )
         frequency = steps
     return [
-        _word(configuration, "Engine.eval_freq", "do_train", True),
-        _word(configuration, "Engine.eval_freq", "do_eval", True),
-        _word(configuration, "Engine.eval_freq", "eval_steps", frequency),
-        _word(configuration, "Engine.eval_iters", "eval_iters", batches),
+        _argument(configuration, "Engine.eval_freq", "do_train", True),
+        _argument(configuration, "Engine.eval_freq", "do_eval", True),
+        _argument(configuration, "Engine.eval_freq", "eval_steps", frequency),
+        _argument(configuration, "Engine.eval_iters", "eval_iters", batches),
     ]
 
 
-def _passes(configuration: Configuration) -> list[Word]:
+def _passes(configuration: Configuration) -> list[Argument]:
     """Saving, and passes over the data where they are counted."""
-    words = []
+    given: list[Argument] = []
     every = configuration.value("Engine.save_load.save_steps", -1)
     test = configuration.value("Engine.test_iters", -1)
     if every < 1:
-        words.append(_word(configuration, "Engine.save_load.save_steps", "save_strategy", "no"))
+        given.append(_argument(configuration, "Engine.save_load.save_steps", "save_strategy", "no"))
     else:
-        words.append(_word(configuration, "Engine.save_load.save_steps", "save_steps", every))
+        given.append(_argument(configuration, "Engine.save_load.save_steps", "save_steps", every))
     if test > 0:
-        words.append(_word(configuration, "Engine.test_iters", "test_iters", test))
+        given.append(_argument(configuration, "Engine.test_iters", "test_iters", test))
     epochs = configuration.value("Engine.num_train_epochs", 1)
     if epochs > 0:
-        words.append(_word(configuration, "Engine.num_train_epochs", "num_train_epochs", epochs))
-    return words
+        given.append(_argument(configuration, "Engine.num_train_epochs", "num_train_epochs", epochs))
+    return given
 
 
-def _sharding(configuration: Configuration) -> list[Word]:
+def _sharding(configuration: Configuration) -> list[Argument]:
     """Replicas: in auto.py dp_degree counts those that share shards, elsewhere it counts groups of them."""
     where = "Distributed.sharding"
     degree = configuration.value(f"{where}.sharding_degree", 1)
     groups = configuration.value("Distributed.dp_degree")
-    words = []
+    given: list[Argument] = []
     if degree > 1:
         stage = configuration.value(f"{where}.sharding_stage", 1 if is_auto(configuration) else 2)
         offload = " offload" if configuration.value(f"{where}.sharding_offload", False) else ""
-        words.append(_word(configuration, f"{where}.sharding_stage", "sharding", f"stage{stage}{offload}"))
-        words.append(_word(configuration, f"{where}.sharding_degree", "sharding_parallel_degree", degree))
+        given.append(_argument(configuration, f"{where}.sharding_stage", "sharding", f"stage{stage}{offload}"))
+        given.append(_argument(configuration, f"{where}.sharding_degree", "sharding_parallel_degree", degree))
     if groups is not None:
         if is_auto(configuration):
             groups //= degree
-        words.append(_word(configuration, "Distributed.dp_degree", "data_parallel_degree", groups))
-    return words
+        given.append(_argument(configuration, "Distributed.dp_degree", "data_parallel_degree", groups))
+    return given
 
 
-def _schedule(configuration: Configuration) -> list[Word]:
+def _schedule(configuration: Configuration) -> list[Argument]:
     start = 0 if configuration.value("Optimizer.lr.use_increments", False) else 1
     return [
-        _word(configuration, "Optimizer.lr.name", "lr_scheduler_type", "cosine"),
-        _word(configuration, "Optimizer.lr.use_increments", "lr_start_step", start),
-        _word(configuration, "Data.Train.dataset.name", "data_order", _order(configuration)),
+        _argument(configuration, "Optimizer.lr.name", "lr_scheduler_type", "cosine"),
+        _argument(configuration, "Optimizer.lr.use_increments", "lr_start_step", start),
+        _argument(configuration, "Data.Train.dataset.name", "data_order", _order(configuration)),
     ]
 
 
@@ -183,7 +190,7 @@ def _order(configuration: Configuration) -> str:
     return "megatron" if "Engine.mix_precision.enable" in configuration.leaves else "fleetx"
 
 
-# What is said about them ------------------------------------------------------------------------------------------
+# Log lines and refusals -------------------------------------------------------------------------------------------
 
 
 def _without_effect(

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptlm.compat.fleetx import keys as keys
+from gptlm.compat.fleetx import keys
 from gptlm.compat.fleetx.load import Configuration, matching
 
 DEVICES = ["gpu", "xpu", "rocm", "npu", "cpu", "mlu"]

@@ -90,7 +90,7 @@ def _problems(parsed: Parsed) -> list[str]:
         "paddle": ("paddle_qkv", "paddle_file"),
     }
     for form, names in of_forms.items():
-        given = [name for name in names if parsed.sources[name] != "default"]
+        given = [name for name in names if not parsed.is_default(name)]
         if given and values["to"] != form:
             problems.append(f"{parsed.typed_as(given[0])} is for --to {form}; the command says --to {values['to']}")
     if values["with_optimizer"] and values["to"] != "hf":

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
-from gptlm.compat.auto_convert import take_foreign_adapters, take_foreign_model
-from gptlm.compat.fleetx.translate import evaluation_words
+from gptlm.compat.auto_convert import take_external_adapters, take_external_model
+from gptlm.compat.fleetx.translate import evaluation_arguments
 from gptlm.config.args.training import bad_device, bad_split
 from gptlm.config.field import arg, check_fields
-from gptlm.config.messages import all_in_user_words
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.config.problem import Problem
+from gptlm.config.problem import Problem, usage_error
 from gptlm.data.corpus import holds_records
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
@@ -107,7 +106,7 @@ EVALUATE = Vocabulary(
     spellings_transformers.INFERENCE_IGNORED | spellings.EVALUATE_IGNORED,
     spellings_transformers.INFERENCE_REFUSED | spellings.EVALUATE_REFUSED,
     settings=spellings_transformers.INFERENCE_SETTINGS,
-    sections=evaluation_words,
+    sections=evaluation_arguments,
 )
 
 
@@ -133,8 +132,8 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
         GptlmError: if the model's config cannot be read.
     """
     parsed = parse(EVALUATE, argv)
-    take_foreign_model(parsed)
-    take_foreign_adapters(parsed)
+    take_external_model(parsed)
+    take_external_adapters(parsed)
     _settle_task(parsed)
     groups = (build(group, parsed.values) for group in EVALUATE.groups)
     out_of_range = [problem.marked for problem in check_fields(*groups)]
@@ -153,7 +152,7 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
 
 def _refuse(problems: list[str], parsed: Parsed) -> None:
     if problems:
-        raise UsageError(all_in_user_words(problems, parsed))
+        raise usage_error((Problem("", problem) for problem in problems), parsed.typed)
 
 
 def _settle_task(parsed: Parsed) -> None:
@@ -210,7 +209,7 @@ def _note_other_tasks(parsed: Parsed) -> None:
         "TEXT": ("split", "split_name"),
     }
     for name in idle.get(task, ("split", "split_name", "json_key")):
-        if parsed.sources[name] != "default":
+        if not parsed.is_default(name):
             parsed.note(f"--{name} has no effect with --task {task}")
     if task == "DATA":
         parsed.values["detokenizer"] = "none"
@@ -279,7 +278,7 @@ def _lengths(parsed: Parsed, shape: Shape) -> Iterator[str]:
             f"{positions}; give {positions} or less"
         )
     step = values["overlapping_eval"]
-    if step is None or (step > length and parsed.sources["overlapping_eval"] == "default"):
+    if step is None or (step > length and parsed.is_default("overlapping_eval")):
         values["overlapping_eval"] = length
     elif step > length and values["task"] != "LAMBADA":
         yield f"--{named('overlapping_eval')} {step}: expected 1 to {named('max_seq_length')} ({length})"

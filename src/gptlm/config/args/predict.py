@@ -1,17 +1,18 @@
 """Flags of continuing prompts, on the command line and on the page."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
-from gptlm.compat.auto_convert import take_foreign_adapters, take_foreign_model
-from gptlm.compat.fleetx.translate import generation_words
+from gptlm.compat.auto_convert import take_external_adapters, take_external_model
+from gptlm.compat.fleetx.translate import generation_arguments
 from gptlm.config.args.training import bad_device
 from gptlm.config.field import LARGEST_SEED, arg, check_fields
-from gptlm.config.messages import all_in_user_words
+from gptlm.config.origin import Origin, Source
 from gptlm.config.parser import Parsed, Vocabulary, build, parse, shown
+from gptlm.config.problem import Problem, usage_error
 from gptlm.errors import UsageError, named
 
 STDIN = "-"  # as input_file
@@ -79,7 +80,7 @@ PREDICT = Vocabulary(
     spellings_transformers.INFERENCE_IGNORED | spellings.PREDICT_IGNORED,
     spellings_transformers.INFERENCE_REFUSED | spellings.PREDICT_REFUSED,
     settings=spellings_transformers.INFERENCE_SETTINGS,
-    sections=generation_words,
+    sections=generation_arguments,
 )
 
 WITH = {  # flags -> the flag without which they have no effect
@@ -110,12 +111,12 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
         UsageError: listing everything that is wrong.
     """
     parsed = parse(PREDICT, argv)
-    take_foreign_model(parsed)
-    take_foreign_adapters(parsed)
+    take_external_model(parsed)
+    take_external_adapters(parsed)
     problems = [problem.marked for problem in check_fields(build(PredictArguments, parsed.values))]
     problems += [*_ranges(parsed), *_strategy(parsed), *_combinations(parsed.values)]
     _fill_in_prompts(parsed, piped)
-    if parsed.words.get("tgt_length") == "max_length":
+    if parsed.aliases.get("tgt_length") == "max_length":
         parsed.note(
             f"{parsed.typed['tgt_length']} {parsed.values['tgt_length']} counts new tokens, as PaddleNLP does; in "
             "transformers it counts the prompt, too (--max_new_tokens is the same in both)"
@@ -131,10 +132,10 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
             raise UsageError(missing)
         parsed.note(missing)
     if problems:
-        raise UsageError(all_in_user_words(problems, parsed))
+        raise usage_error((Problem("", problem) for problem in problems), parsed.typed)
     used = {**parsed.values, "num_beams": parsed.values["num_beams"] > 1}
     for flag, names in WITH.items():
-        given = [name for name in names if parsed.sources[name] != "default"]
+        given = [name for name in names if not parsed.is_default(name)]
         if given and not used[flag] and not (parsed.values["serve"] and flag == "do_sample"):
             parsed.note(f"{', '.join('--' + name for name in given)} has no effect without --{flag}")
     return parsed
@@ -146,9 +147,9 @@ def _fill_in_prompts(parsed: Parsed, piped: bool) -> None:
     if values["prompt"] or values["input_file"] not in (None, STDIN) or values["serve"]:
         return
     if parsed.from_sections:
-        parsed.set("prompt", [FLEETX_PROMPT], "default of fleetx")
+        parsed.set("prompt", [FLEETX_PROMPT], Source(Origin.COMPAT_DEFAULT, "default of fleetx"))
     if piped and values["input_file"] is None:
-        parsed.set("input_file", STDIN, "standard input")
+        parsed.set("input_file", STDIN, Source(Origin.ENVIRONMENT, "standard input"))
 
 
 def _ranges(parsed: Parsed) -> Iterator[str]:
@@ -171,8 +172,8 @@ def _strategy(parsed: Parsed) -> Iterator[str]:
     values, strategy = parsed.values, parsed.values["decode_strategy"]
     if strategy is None:
         return
-    if strategy == "sampling" and parsed.sources["do_sample"] == "default":
-        parsed.set("do_sample", True, "decode_strategy")
+    if strategy == "sampling" and parsed.is_default("do_sample"):
+        parsed.set("do_sample", True, Source(Origin.DERIVED, "decode_strategy"))
     if values["do_sample"] != (strategy == "sampling"):
         yield (
             f"--{named('decode_strategy')} {strategy} and --{named('do_sample')} {shown(values['do_sample'])} "
@@ -187,7 +188,7 @@ def _strategy(parsed: Parsed) -> Iterator[str]:
         )
 
 
-def _combinations(values: dict[str, Any]) -> Iterator[str]:
+def _combinations(values: Mapping[str, Any]) -> Iterator[str]:
     if values["prompt"] and values["input_file"]:
         yield f"--{named('prompt')} and --{named('input_file')} both give prompts; use one"
     if values["bf16"] and values["fp16"]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from gptlm.compat import paddlenlp as spellings
 from gptlm.compat import transformers as spellings_transformers
 from gptlm.config.field import arg, check_fields
+from gptlm.config.model_size import drop_tokenizer_class, is_tokenizer_class
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.problem import usage_error
-from gptlm.config.tokenizer_class import drop_class, is_class
 from gptlm.errors import UsageError
 
 TXT_SPLITS = ("blank_line", "line", "file")
@@ -130,7 +130,7 @@ def parse_preprocess(argv: Sequence[str]) -> PreprocessJob:
         problems.append("--max_doc_num counts documents of the whole input; leave it out with --shard")
     problems += _tokenizer_problems(parsed)
     _note_sentences(parsed)
-    megatron = parsed.words.get("input_path") == "input"
+    megatron = parsed.aliases.get("input_path") == "input"
     if not megatron and len(values["json_keys"]) > 1:
         problems.append("several --json_keys give several corpora, whose names are Megatron's: use --input")
     if problems or shard is None:
@@ -171,13 +171,13 @@ def _note_sentences(parsed: Parsed) -> None:
     values = parsed.values
     if not values["split_sentences"]:
         for name in ("keep_newlines", "lang", "sequence_level"):
-            if parsed.sources[name] != "default":
+            if not parsed.is_default(name):
                 parsed.note(f"--{name} has no effect: documents are not split into sentences")
         if values["chinese"]:
             parsed.note("--chinese has no effect: byte-level BPE encodes every language")
         values["sequence_level"] = "document"
         return
-    if values["chinese"] and parsed.sources["lang"] != "default":
+    if values["chinese"] and not parsed.is_default("lang"):
         parsed.note(f"--lang {values['lang']} has no effect: with --chinese each line is a sentence")
     if values["sequence_level"] == "document":
         parsed.note(
@@ -201,9 +201,9 @@ def _tokenizer_problems(parsed: Parsed) -> list[str]:
     if values["tokenizer_type"] == "GPT2BPETokenizer" and not files and values["model_name_or_path"] is None:
         return ["--tokenizer_type GPT2BPETokenizer needs --vocab_file and --merge_file"]
     named = values["model_name_or_path"] or values["tokenizer_model"] or values["tokenizer_name"]
-    if not files and is_class(named):
+    if not files and is_tokenizer_class(named):
         return [f"--tokenizer_name {named} is a class without a vocabulary: give --model_name_or_path DIR"]
-    drop_class(parsed, "tokenizer_name")
+    drop_tokenizer_class(parsed, "tokenizer_name", values["model_name_or_path"])
     if values["tokenizer_name"] and values["tokenizer_name"] != named:
         parsed.note(f"--tokenizer_name {values['tokenizer_name']} has no effect: the tokenizer of {named} is used")
     if not files and named is None:

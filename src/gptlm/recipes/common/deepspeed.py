@@ -5,7 +5,7 @@ from typing import Any
 
 from gptlm.config.deepspeed_file import SIZES, read_deepspeed
 from gptlm.config.run import Run
-from gptlm.config.validate_layout import PIPELINE_STAGE
+from gptlm.config.validate import PIPELINE_STAGE
 from gptlm.errors import UsageError, reason_of
 from gptlm.parallel.zero_config import RunSettings, fill_auto, stage_of, zero_config
 from gptlm.recipes.common.device import Machine, precision_of

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
 
+from gptlm.config.origin import Origin
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.quiet import quiet_transformers
@@ -144,7 +145,7 @@ def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
     stamp = time.strftime("%b%d_%H-%M-%S")
     folder = run.training.logging_dir or str(output_dir / "runs" / f"{stamp}_{gethostname()}")
     callbacks: list[TrainerCallback] = []
-    if "visualdl" in wanted and run.sources["report_to"] != "default":
+    if "visualdl" in wanted and run.sources["report_to"].origin is not Origin.DEFAULT:
         visualdl = _visualdl_writer(folder)
         if visualdl is None:
             logger.info("visualdl is not installed: events go to TensorBoard files in %s", folder)

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from gptlm.config.args.sft import SftRun
+from gptlm.config.origin import Origin
+from gptlm.config.run import SftRun
 from gptlm.data.epochs import Filled
 from gptlm.data.paddle_rows import PaddleEncoder
 from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targets
@@ -237,7 +238,7 @@ def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenize
 
 def _asks_questions(run: SftRun) -> bool:
     """Whether the command names a task, so that records with source, target and title are its own form."""
-    return run.sources["task_name"] != "default"
+    return run.sources["task_name"].origin is not Origin.DEFAULT
 
 
 def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder | PaddleEncoder:

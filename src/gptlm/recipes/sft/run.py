@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.checkpoint import folder as checkpoint
-from gptlm.config.args.sft import SftRun
-from gptlm.config.run import with_epochs_counted
+from gptlm.config.run import SftRun, with_epochs_counted
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
 from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.sft import SftRun
+from gptlm.config.run import SftRun
 from gptlm.data.chat import ChatTemplate
 from gptlm.data.examples import find_files, is_saved_dataset, read_examples, read_records
 from gptlm.data.messages import PlainHeadings

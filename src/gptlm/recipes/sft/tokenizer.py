@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.sft import SftRun
+from gptlm.config.run import SftRun
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import settings_of
 from gptlm.model.tokenizer import add_tokens, fingerprint, has_tokenizer, load_tokenizer

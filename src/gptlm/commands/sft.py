@@ -1,0 +1,96 @@
+"""`gptlm sft`: fine-tuning with PaddleNLP's `finetune_generation.py` arguments, and those of transformers and TRL."""
+
+from collections.abc import Mapping, Sequence
+
+from gptlm.compat import paddlenlp, transformers
+from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
+from gptlm.compat.defaults import apply_evaluation_alias
+from gptlm.config.args.sft import LoraArguments, SftArguments
+from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.config.derive import derive_actions, derive_evaluations, derive_world
+from gptlm.config.fine_tuning import (
+    derive_adapters,
+    derive_fine_tuning,
+    derive_lengths,
+    find_start,
+    fine_tuning_problems,
+    take_trained,
+)
+from gptlm.config.model_size import drop_tokenizer_class
+from gptlm.config.parser import Vocabulary, parse
+from gptlm.config.problem import Problem
+from gptlm.config.run import SftRun, refusals_of, resolve, tried
+from gptlm.config.validate import fine_tuning_refusals
+
+REPLICAS = "fine-tuning is data-parallel only; --sharding stage3 is for models that do not fit on one card"
+FIXED = {  # arguments of training that fine-tuning leaves no choice in
+    "continue_training": "always on, fine-tuning starts from a model's weights",
+    "do_predict": "no effect, fine-tuning data has no test split",
+    "initializer_range": "no effect, the weights are loaded",
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), "the model's"),
+    "max_position_embeddings": "the model's",
+    "auto_parallel": REPLICAS,
+    "auto_parallel_memory": REPLICAS,
+    **dict.fromkeys(("tensor_parallel_degree", "pipeline_parallel_degree"), f"1, {REPLICAS}"),
+    **dict.fromkeys(("virtual_pp_degree", "sequence_parallel"), REPLICAS),
+    **dict.fromkeys(("tensor_parallel_config", "pipeline_parallel_config"), REPLICAS),
+}
+SFT = Vocabulary(
+    groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments),
+    renamed=paddlenlp.PRETRAIN_RENAMED | transformers.SFT_RENAMED | paddlenlp.SFT_RENAMED,
+    ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED,
+    refused=paddlenlp.PRETRAIN_REFUSED | transformers.SFT_REFUSED | paddlenlp.SFT_REFUSED,
+    settings=transformers.SFT_SETTINGS,
+    defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
+    fixed=FIXED,
+)
+
+
+def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> SftRun:
+    """The run that `argv` and the launcher's `environment` describe.
+
+    Args:
+        printing: the run is for --print_config.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+        GptlmError: if the files of the model or of lora_path cannot be read.
+    """
+    parsed = parse(SFT, argv)
+    take_external_start(parsed)
+    take_external_model(parsed)
+    take_external_adapters(parsed)
+    drop_tokenizer_class(parsed, "tokenizer_name_or_path", parsed[ModelArguments].model_name_or_path)
+    take_trained(parsed)
+    problems: list[Problem] = []
+    tried(lambda: derive_world(parsed, environment, printing), problems)
+    derive_actions(parsed)
+    apply_evaluation_alias(parsed)
+    derive_evaluations(parsed)
+    source = tried(lambda: find_start(parsed), problems)
+    if source is not None and source.shape is not None:
+        derive_lengths(parsed, source.shape.max_position_embeddings)
+        problems += derive_adapters(parsed, source.shape, printing)
+    derive_fine_tuning(parsed)
+    found = resolve(
+        parsed,
+        source,
+        printing,
+        problems,
+        lambda: fine_tuning_problems(parsed, source),
+        length_flag="max_length",
+    )
+    return SftRun(
+        model=parsed[ModelArguments],
+        data=parsed[SftArguments],
+        lora=parsed[LoraArguments],
+        parallel=parsed[ParallelArguments],
+        training=parsed[TrainingArguments],
+        source=found.source,
+        shape=found.shape,
+        dims=found.dims,
+        sources=parsed.sources,
+        typed=parsed.typed,
+        notes=tuple(parsed.notes),
+        refusals=refusals_of(parsed, fine_tuning_refusals(found.dims)),
+    )

@@ -1,0 +1,258 @@
+"""Fine-tuning: which model is evaluated, the adapters, lengths and metrics that follow, and what can be wrong."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gptlm.config.args.sft import LoraArguments, SftArguments
+from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.config.model_size import ModelSource, find_model
+from gptlm.config.origin import Origin, Source, derived
+from gptlm.config.parser import Parsed, shown
+from gptlm.config.problem import Problem
+from gptlm.errors import GptlmError, UsageError, named
+from gptlm.model.adapter_files import check_fit, is_adapter, settings_of
+from gptlm.model.files import ADAPTER_CONFIG, has_weights
+from gptlm.model.presets import Shape
+
+RUN_FILE = "run.json"
+MANIFEST = "manifest.json"  # only whole checkpoints have one
+TRAINED = derived("the model in output_dir")
+LESS_IS_BETTER = ("loss", "ppl")
+MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
+GENERATED = ("bleu4", "rouge1", "rouge2", "rougel")
+LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights")
+PLAIN = {  # keys of PEFT's configuration -> their values in adapters like those trained here
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "modules_to_save": (None,),
+}
+
+
+def take_trained(parsed: Parsed) -> None:
+    """Without training, evaluate the model (or adapters) in output_dir, unless the command names another model.
+
+    The command of a run without --do_train names the model that the run started from. It evaluates the result, and of
+    an unfinished run the newest checkpoint.
+
+    Raises:
+        GptlmError: if the adapters in output_dir are damaged.
+    """
+    training, lora, model = parsed[TrainingArguments], parsed[LoraArguments], parsed[ModelArguments]
+    if training.do_train or not training.do_eval or not training.output_dir or lora.lora_path:
+        return
+    folder = Path(training.output_dir)
+    trained = _trained_in(folder)
+    if trained is None:
+        return
+    adapters = is_adapter(trained)
+    start = settings_of(trained).get("base_model_name_or_path") if adapters else None
+    is_named = not parsed.is_default("model_name_or_path")
+    if is_named and not _is_start(model.model_name_or_path or "", folder, trained, start):
+        parsed.note(
+            f"{model.model_name_or_path} is evaluated, not the model trained in {folder}; leave "
+            f"--{named('model_name_or_path')} out to evaluate that one"
+        )
+        return
+    what = "its model with the adapters" if adapters else "the model"
+    unfinished = "" if trained == folder else f"; the run has not ended, its newest checkpoint is {trained.name}"
+    parsed.note(f"{what} trained in {folder} is evaluated, as nothing is trained (--{named('do_train')}){unfinished}")
+    if not adapters:
+        parsed.put(replace(model, model_name_or_path=str(trained)), TRAINED)
+        if lora.lora:
+            parsed.put(replace(lora, lora=False), TRAINED)
+            parsed.note(f"--{named('lora')} has no effect: {trained} holds a whole model, no adapters")
+        return
+    parsed.put(replace(lora, lora_path=str(trained)), TRAINED)
+    if not is_named:
+        if not start:
+            raise GptlmError(f"the adapters in {trained} do not name their model: give --{named('model_name_or_path')}")
+        parsed.put(replace(model, model_name_or_path=start), derived("the model of the adapters in output_dir"))
+
+
+def _trained_in(folder: Path) -> Path | None:
+    """`folder` if it holds a finished model or adapters, else the newest whole checkpoint in it."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    whole = [path for path, number in numbers.items() if number.isdigit() and (path / MANIFEST).is_file()]
+    newest = sorted(whole, key=lambda path: -int(numbers[path]))
+    return next((path for path in (folder, *newest) if is_adapter(path) or has_weights(path)), None)
+
+
+def _is_start(name: str, folder: Path, trained: Path, base: str | None) -> bool:
+    """Whether `name` is the model that the run in `folder` started from, or what it has trained."""
+    try:
+        noted = json.loads((trained / RUN_FILE).read_text(encoding="utf-8")).get("model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        noted = None
+    same = [name == other or Path(name).resolve() == Path(other).resolve() for other in (noted, base) if other]
+    return any(same) or Path(name).resolve() in (folder.resolve(), trained.resolve())
+
+
+def find_start(parsed: Parsed) -> ModelSource:
+    """The model to fine-tune. Raises UsageError as `find_model`, and if sizes alone are given."""
+    source = find_model(parsed)
+    if source.shape is None:
+        raise UsageError(f"fine-tuning needs a model with weights: give --{named('model_name_or_path')}")
+    return source
+
+
+def derive_lengths(parsed: Parsed, positions: int) -> None:
+    """The longest sample; `max_length` is an upper limit, so the position table may be shorter."""
+    data = parsed[SftArguments]
+    if data.max_length is not None and data.max_length > positions:
+        parsed.note(
+            f"{named('max_length')} {data.max_length}: the position table has {positions} rows, samples are cut to "
+            f"{positions} tokens"
+        )
+        source = derived(f"the position table, below max_length {data.max_length}")
+        parsed.put(replace(data, max_length=positions), source)
+    elif data.max_length is None:
+        length = min(data.src_length + data.tgt_length, positions)
+        source = derived("src_length + tgt_length, at most the position table", recomputed=True)
+        parsed.put(replace(data, max_length=length), source)
+
+
+def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Problem]:
+    """Rank, scale and modules of the adapters in lora_path; returns the arguments that contradict them."""
+    lora = parsed[LoraArguments]
+    if not lora.lora_path:
+        return []
+    folder = Path(lora.lora_path)
+    if not lora.lora:
+        lora = parsed.put(replace(lora, lora=True), derived("lora_path"))
+        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, --{named('lora')} is on")
+    if printing and not folder.is_dir():
+        parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
+        return []
+    settings = settings_of(folder)
+    check_fit(folder, shape)
+    odd = [key for key, plain in PLAIN.items() if settings.get(key) not in plain]
+    if odd or not isinstance(settings.get("target_modules"), list):
+        key = (odd or ["target_modules"])[0]
+        return [
+            Problem(
+                "lora_path",
+                f"{folder}: its adapters have {key} = {settings.get(key)!r}, which fine-tuning here cannot resume; "
+                "merge them with scripts/merge_lora.py and start from the merged model",
+            )
+        ]
+    stored: dict[str, Any] = {
+        "lora_rank": settings["r"],
+        "lora_alpha": float(settings["lora_alpha"]),
+        "lora_target_modules": sorted(settings["target_modules"]),
+    }
+    problems = []
+    for flag, value in stored.items():
+        given = parsed.value(flag)
+        if parsed.is_default(flag):
+            parsed.set(flag, value, Source(Origin.MODEL, str(folder / ADAPTER_CONFIG)))
+        elif (sorted(given) if isinstance(value, list) else given) != value:
+            own = " ".join(value) if isinstance(value, list) else f"{value:g}"
+            problems.append(Problem(flag, f"{shown(given)}: the adapters in {folder} have {own}; leave the flag out"))
+    return problems
+
+
+def derive_fine_tuning(parsed: Parsed) -> None:
+    """Scale of the adapters, lowest learning rate and direction of the metric; flags without effect are logged."""
+    model, data, training = parsed[ModelArguments], parsed[SftArguments], parsed[TrainingArguments]
+    lora = parsed[LoraArguments]
+    if parsed.is_default("continue_training"):
+        parsed.put(replace(model, continue_training=True), derived("fine-tuning"))
+    for name in LORA_ONLY if not lora.lora else ():
+        if not parsed.is_default(name):
+            parsed.note(f"--{named(name)} has no effect: there are no adapters without --{named('lora')}")
+    if data.eval_dataset_name_or_path and not training.do_eval:
+        parsed.note(
+            f"--{named('eval_dataset_name_or_path')} {data.eval_dataset_name_or_path} has no effect: do_eval is off"
+        )
+    if lora.lora_alpha is None and lora.lora_rank > 0:
+        rule = derived("2 x lora_rank", recomputed=True)
+        parsed.put(replace(lora, lora_alpha=2.0 * lora.lora_rank), rule)
+    if parsed.is_default("min_learning_rate") and training.learning_rate >= 0:
+        rate = data.lr_decay_ratio * training.learning_rate
+        parsed.set("min_learning_rate", rate, derived("lr_decay_ratio x learning_rate", recomputed=True))
+    metric = (training.metric_for_best_model or "").removeprefix("eval_")
+    if metric and training.greater_is_better is None:
+        training = parsed[TrainingArguments]
+        parsed.put(replace(training, greater_is_better=metric in MORE_IS_BETTER), derived(metric))
+
+
+def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator[Problem]:
+    """What can be wrong with fine-tuning alone."""
+    model, data, lora = parsed[ModelArguments], parsed[SftArguments], parsed[LoraArguments]
+    training = parsed[TrainingArguments]
+    if training.do_predict and not (training.do_train or training.do_eval):
+        yield Problem("do_predict", f"alone: fine-tuning data has no test split; use --{named('do_eval')}")
+    elif training.do_predict:
+        parsed.note(f"--{named('do_predict')} has no effect: fine-tuning data has no test split")
+    if not model.continue_training:
+        yield Problem(
+            "continue_training",
+            "is off: fine-tuning starts from a model's weights; pretraining starts from random ones",
+        )
+    for token in data.additional_special_tokens:
+        if not token.strip() or token.startswith('["'):
+            yield Problem("additional_special_tokens", f"{token!r} is no token; give each as a word of its own")
+    if lora.merge_weights and lora.lora and not training.do_train:
+        output = training.output_dir or "OUTPUT_DIR"
+        yield Problem(
+            "merge_weights",
+            f"merges the adapters that a run trains, this one trains none: add --{named('do_train')}, or merge those "
+            f"in {output} with scripts/merge_lora.py --lora_path {output} --output_path {output}/merged",
+        )
+    width = source.shape.hidden_size if source and source.shape else 0
+    if width and lora.lora and lora.lora_rank > width:
+        yield Problem("lora_rank", f"{lora.lora_rank}: the matrices have rank {width}; give less")
+    unknown = [name for name in lora.lora_target_modules if name not in ("c_attn", "c_proj", "c_fc")]
+    if unknown or not lora.lora_target_modules:
+        yield Problem(
+            "lora_target_modules", f"{shown(lora.lora_target_modules)}: expected some of c_attn, c_proj, c_fc"
+        )
+    if training.fp8 and lora.lora:
+        yield Problem("fp8", "goes without lora: adapters are small, and their products too")
+    if parsed[ParallelArguments].auto_parallel:
+        yield Problem(
+            "auto_parallel", "chooses layouts of pretraining; fine-tuning is data-parallel only, leave it out"
+        )
+    yield from _paddle_compat_problems(parsed, data)
+    yield from _metric_problems(training, data)
+
+
+def _paddle_compat_problems(parsed: Parsed, data: SftArguments) -> Iterator[Problem]:
+    if not data.paddle_compat:
+        return
+    if data.zero_padding:
+        yield Problem(
+            "paddle_compat",
+            f"pads every example on the left, --{named('zero_padding')} packs without padding; use one",
+        )
+    if data.truncation_side == "left" and not parsed.is_default("truncation_side"):
+        yield Problem(
+            "truncation_side",
+            f"left: --{named('paddle_compat')} cuts the end of prompts, as the original does; leave it out",
+        )
+    if data.allow_special_tokens:
+        parsed.note(
+            f"--{named('allow_special_tokens')} has no effect: --{named('paddle_compat')} always does, as the original"
+        )
+
+
+def _metric_problems(training: TrainingArguments, data: SftArguments) -> Iterator[Problem]:
+    metric = (training.metric_for_best_model or "").removeprefix("eval_")
+    known = (*LESS_IS_BETTER, *MORE_IS_BETTER)
+    if metric and metric not in known:
+        yield Problem("metric_for_best_model", f"{metric!r}: expected {', '.join(known)}")
+    if metric in GENERATED and (not data.eval_with_do_generation or data.generate_num == 0):
+        yield Problem(
+            "metric_for_best_model",
+            f"{metric} compares generated texts; use --{named('eval_with_do_generation')} 1",
+        )
+    if metric in known and training.greater_is_better != (metric in MORE_IS_BETTER):
+        better = "more" if metric in MORE_IS_BETTER else "less"
+        yield Problem("greater_is_better", f"{shown(training.greater_is_better)}: of {metric} {better} is better")
