@@ -1,4 +1,4 @@
-# `make test` and `make demo` do all their own set-up; nothing else needs to be installed first.
+# `make test` and `make demo` create the environment themselves; nothing else has to be installed first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,12 +7,12 @@ OLDEST := $(VENV)-oldest
 
 .PHONY: help install test test-slow test-oldest demo lint format clean
 help:
-	@echo "make demo       the whole way on this machine's own text: tokenizer, data, pretraining, continuations"
+	@echo "make demo       the complete workflow on text that every Python contains: tokenizer, data, pretraining, continuations"
 	@echo "make test       ruff, mypy and pytest (default and 2-4 process tests)"
-	@echo "make test-slow  larger layouts and long campaigns"
+	@echo "make test-slow  larger parallel layouts and long runs"
 	@echo "make test-oldest  pytest with the oldest torch that pyproject.toml allows (a download of gigabytes)"
-	@echo "make install    only create $(VENV) and install"
-	@echo "make format     let ruff format the code"
+	@echo "make install    create $(VENV) and install"
+	@echo "make format     format the code with ruff"
 
 install: $(STAMP)
 $(STAMP): pyproject.toml requirements/constraints.txt

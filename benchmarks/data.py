@@ -1,11 +1,16 @@
-"""The data path against what the originals do, in one run on one machine.
+"""The data path against a loop as in the originals, in one run on one machine.
 
     python benchmarks/data.py [--input TEXT.jsonl --vocab_file V --merge_file M] [--megabytes 24] [--short_documents N]
 
-Prints: preprocessing in MB/s and as a ratio to a loop of `tokenizer.encode` per document in a pool of worker processes
-(what Megatron-LM's preprocess_data.py does), with 1 and 2 workers; building the sample index of 8 million documents and
-8.8 billion tokens; reading batches of 2048 tokens in one process; memory while preprocessing many short documents.
-Without --input the text is Python's own library, the vocabulary one trained on it.
+Measured, in this order:
+
+- preprocessing with 1 and 2 workers, in MB/s and relative to a loop of `tokenizer.encode` per document in a pool of
+  worker processes, as in Megatron-LM's preprocess_data.py
+- building the sample index of 8 million documents and 8.8 billion tokens
+- reading batches of 2048 tokens in one process
+- memory while preprocessing many short documents
+
+Without --input the text is Python's standard library, and the vocabulary is trained on it.
 """
 
 import argparse
@@ -31,8 +36,8 @@ from gptlm.data.order import build_order
 from gptlm.data.preprocess import EncodeSettings, write_corpus
 from gptlm.data.writer import IndexedTokensWriter
 
-LONGER = 10
-ROUNDS = 3  # the best of so many is reported
+LONGER = 10  # times as much text for the fast tokenizer, whose start would dominate otherwise
+ROUNDS = 3  # the best one is reported
 
 
 def main() -> None:
@@ -58,7 +63,7 @@ def main() -> None:
 
 
 def measure_preprocessing(folder: Path, arguments: argparse.Namespace) -> None:
-    from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer  # heavy: workers import this file
+    from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer  # slow to import, and workers import this file
 
     texts = (
         [json.loads(line)["text"] for line in open(arguments.input, encoding="utf-8")]
@@ -72,7 +77,7 @@ def measure_preprocessing(folder: Path, arguments: argparse.Namespace) -> None:
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     whole = sum(map(len, lines))
-    for name, factor in (("text", 1), ("long", LONGER)):  # the fast one needs more to do than to start
+    for name, factor in (("text", 1), ("long", LONGER)):
         with open(folder / f"{name}.jsonl", "w") as file:
             for _ in range(max(1, round(arguments.megabytes * 1e6 / whole)) * factor):
                 file.writelines(lines)
@@ -109,7 +114,7 @@ def _preprocess(folder: Path, text: str, backend: str, workers: int) -> None:
 
 
 def _encode_loop(folder: Path, workers: int) -> None:
-    """As Megatron-LM: a line to a worker, its ids back as a list, each document written by itself."""
+    """As in Megatron-LM: each line goes to a worker, ids come back as lists, documents are written one by one."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     dtype = np.uint16 if vocab_size < 65500 else np.int32
@@ -147,7 +152,7 @@ def measure_index() -> None:
 
 
 def measure_reading(folder: Path) -> None:
-    from gptlm.data.collate import collate_blocks  # brings torch
+    from gptlm.data.collate import collate_blocks  # imports torch, which the workers do not need
 
     rng = np.random.RandomState(0)
     writer = IndexedTokensWriter(str(folder / "read"), 50257)
@@ -175,7 +180,7 @@ def measure_reading(folder: Path) -> None:
 
 
 def measure_memory(folder: Path, documents: int) -> None:
-    """In a process of its own, so that nothing earlier counts."""
+    """In a new process, whose memory has no earlier measurements in it."""
     with open(folder / "short.jsonl", "w") as file:
         for start in range(0, documents, 1000):
             file.writelines(f'{{"text": "word {i}"}}\n' for i in range(start, min(start + 1000, documents)))

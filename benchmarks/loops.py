@@ -1,16 +1,15 @@
-"""What gptlm is compared with: a plain PyTorch loop in the style everyone knows, and the stock HuggingFace Trainer.
+"""The baselines: a plain PyTorch loop and the stock HuggingFace Trainer.
 
     python benchmarks/loops.py loop|trainer --data PREFIX --layers 24 --width 1024 --heads 16 --micro 16 --steps 40
 
-Under torchrun the loop is DistributedDataParallel; the Trainer is, too, or DeepSpeed ZeRO with --zero. Prints one
-JSON object: seconds of each step, seconds to the first one after imports, largest memory. The loop's batch comes from
-the same token file as ours; the Trainer's from memory, which costs it nothing.
+Under torchrun the loop uses DistributedDataParallel; so does the Trainer, or DeepSpeed ZeRO with --zero. Prints one
+JSON object: seconds per step, seconds from the end of imports to the end of the first step, peak memory. The loop reads
+the same token file as ours; the Trainer's samples are in memory, which costs it nothing.
 """
 
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -22,9 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlm.ranks import is_main_process, local_rank, rank, world_size
+
 
 class Layer(nn.Module):
-    """One pre-norm layer: fused qkv, scaled_dot_product_attention, GELU."""
+    """A pre-norm layer: fused qkv, scaled_dot_product_attention, GELU. [batch, length, width] -> the same."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
@@ -43,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Token and position embeddings, layers, a tied head; returns the loss."""
+    """Token and position embeddings, layers, a tied head. Ids and targets [batch, length] -> mean loss."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float):
         super().__init__()
@@ -65,11 +66,11 @@ class Network(nn.Module):
 
 
 def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """float32 weights, on a GPU under autocast, everything compiled, fused AdamW; several processes with DDP."""
+    """float32 weights, bfloat16 autocast on a GPU, torch.compile, fused AdamW, DDP with several processes."""
     network: Any = Network(
         arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, arguments.length, arguments.dropout
     ).to(device)
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = world_size()
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         network = nn.parallel.DistributedDataParallel(network)
@@ -79,7 +80,7 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=device == "cuda")
     compiled: Any = torch.compile(network)
     tokens = np.memmap(f"{arguments.data}.bin", dtype=np.uint16, mode="r")
-    rng = np.random.default_rng(int(os.environ.get("RANK", 0)))
+    rng = np.random.default_rng(rank())
 
     def batch() -> tuple[Tensor, Tensor]:
         starts = rng.integers(len(tokens) - arguments.length - 1, size=arguments.micro)
@@ -89,11 +90,11 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         return rows[:, :-1], rows[:, 1:]
 
     marks = [time.perf_counter()]
-    found = batch()
+    inputs = batch()
     for step in range(arguments.steps):
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = compiled(*found)
-        found = batch()
+            loss = compiled(*inputs)
+        inputs = batch()  # on the CPU, while the GPU computes
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -109,15 +110,15 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def timed(marks: list[float]) -> dict[str, Any]:
-    """Seconds of a step, means of ten each, from the times at the start and after steps 1, 10, 20, ..."""
+    """Seconds per step (means of ten), from the times at the start and after steps 1, 10, 20, ..."""
     return {"seconds": [(b - a) / 10 for a, b in zip(marks[2:], marks[3:], strict=False)], "first": marks[1] - marks[0]}
 
 
 def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    """GPT2LMHeadModel in transformers' Trainer, on a GPU in bf16 autocast; DeepSpeed with a file."""
+    """GPT2LMHeadModel in transformers' Trainer, bf16 autocast on a GPU, optionally DeepSpeed ZeRO."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-    class Clock(TrainerCallback):
+    class Timer(TrainerCallback):
         marks = [0.0]
 
         def on_step_end(self, settings: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -140,15 +141,15 @@ def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
             max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
             use_cpu=device == "cpu", deepspeed=zero_settings(arguments.zero), weight_decay=0.1, learning_rate=1e-4,
         )  # fmt: skip
-        clock = Clock()
-        clock.marks[0] = time.perf_counter()
+        timer = Timer()
+        timer.marks[0] = time.perf_counter()
         samples = [{"input_ids": row, "labels": row} for row in rows]
-        Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples, callbacks=[clock]).train()  # type: ignore[arg-type]
-    return timed(clock.marks)
+        Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples, callbacks=[timer]).train()  # type: ignore[arg-type]
+    return timed(timer.marks)
 
 
 def zero_settings(stage: int) -> dict[str, Any] | None:
-    """As HuggingFace's documentation has them."""
+    """The example of HuggingFace's documentation."""
     if not stage:
         return None
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
@@ -172,11 +173,11 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    found = (loop if arguments.what == "loop" else trainer)(arguments, device)
-    found["memory"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    if int(os.environ.get("RANK", 0)) == 0:
-        sys.stdout.write("\n" + json.dumps(found) + "\n")
+        torch.cuda.set_device(local_rank())
+    result = (loop if arguments.what == "loop" else trainer)(arguments, device)
+    result["memory"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    if is_main_process():
+        sys.stdout.write("\n" + json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

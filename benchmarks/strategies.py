@@ -1,13 +1,13 @@
-"""Precision, ZeRO stages and recomputation side by side on this machine's GPUs: losses, speed, memory.
+"""Precision, ZeRO stages, recomputation and parallel layouts side by side: losses, speed, memory.
 
     python benchmarks/strategies.py [--model gpt2-medium-en] [--processes 2] [--micro 8] [--steps 20] [--only NAME ...]
 
-Every case starts from the same random weights and reads the same samples. Printed: tokens/s of all cards together
-(median of the steps after the tenth), the largest memory in use on one card, and the largest difference of a loss from
-the first case.
+Every case starts from the same random weights and reads the same samples. Printed: tokens/s of all GPUs together
+(median of the steps after the tenth), the peak memory of one GPU, and the largest difference of a loss from the first
+case.
 
-With --one_card all processes run on one GPU, each taken by NCCL for a machine of its own, so that layouts of several
-cards can be tried: losses and memory are real, speeds are not.
+With --one_card all processes run on one GPU. NCCL treats each as a separate machine, so that layouts of several GPUs
+can be tried: losses and memory are real, speeds are not.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt2-medium-en")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--one_card", action="store_true", help="all processes on one GPU")
-    parser.add_argument("--micro", type=int, default=8, help="samples of 1024 tokens per card")
+    parser.add_argument("--micro", type=int, default=8, help="samples of 1024 tokens per GPU")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", default=list(CASES))
     parser.add_argument("--more", default="", help="flags added to every case")
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def write_data(prefix: Path, vocabulary: int = 50257) -> None:
-    """Numbers that follow each other, so that there is something to learn."""
+    """Increasing sequences of token ids, which a model can learn to continue."""
     rng = np.random.RandomState(0)
     writer = IndexedTokensWriter(str(prefix), vocabulary)
     for length in rng.randint(100, 2000, 4000):
@@ -99,9 +100,9 @@ def run(folder: Path, case: str, arguments: argparse.Namespace) -> tuple[list[fl
         "--report_to none --learning_rate 1e-4 --warmup_steps 10 --max_grad_norm 1.0 --weight_decay 0.01 "
         f"--hidden_dropout_prob 0 --attention_probs_dropout_prob 0 {CASES[case]} {arguments.more}"
     ).split()
-    status, said = started([str(ROOT / "scripts/run_pretrain.py"), *words], arguments)
+    status, output = run_processes([str(ROOT / "scripts/run_pretrain.py"), *words], arguments)
     if status:
-        print(said[-4500:], file=sys.stderr)
+        print(output[-4500:], file=sys.stderr)
         return [], 0.0, 0.0
     history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in history if "loss" in entry]
@@ -110,24 +111,24 @@ def run(folder: Path, case: str, arguments: argparse.Namespace) -> tuple[list[fl
     return [entry["loss"] for entry in steps], statistics.median(speeds) * arguments.processes, memory
 
 
-def started(command: list[str], arguments: argparse.Namespace) -> tuple[int, str]:
-    """Run it with as many processes as asked for: the status and what was said, by the first that failed."""
-    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+def run_processes(command: list[str], arguments: argparse.Namespace) -> tuple[int, str]:
+    """Run `command` with --processes processes; returns exit code and output, of the first that failed if any did."""
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     if not arguments.one_card:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
-        done = subprocess.run([sys.executable, *(launcher if arguments.processes > 1 else []), *command], **together)
+        done = subprocess.run([sys.executable, *(launcher if arguments.processes > 1 else []), *command], **options)
         return done.returncode, done.stdout
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(arguments.processes)]
         processes = [
-            subprocess.Popen([sys.executable, *command], env=alone_on_its_machine(rank, arguments.processes),
+            subprocess.Popen([sys.executable, *command], env=one_card_environment(rank, arguments.processes),
                              stdout=log.open("w"), stderr=subprocess.STDOUT)
             for rank, log in enumerate(logs)
         ]  # fmt: skip
         try:
             while None in (found := [process.poll() for process in processes]) and not any(found):
                 time.sleep(0.2)
-        finally:  # the others wait for one that failed
+        finally:  # after a failure the others would wait forever
             for process in processes:
                 process.kill()
                 process.wait()
@@ -135,12 +136,12 @@ def started(command: list[str], arguments: argparse.Namespace) -> tuple[int, str
         return found[failed] or 0, logs[failed].read_text()
 
 
-def alone_on_its_machine(rank: int, processes: int) -> dict[str, str]:
-    """The environment of one of several processes on this machine that each take themselves for alone on one."""
+def one_card_environment(rank: int, processes: int) -> dict[str, str]:
+    """The environment of one of several processes on one GPU: each is the only process of its machine."""
     ranks = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29541}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29541}
     nccl = {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
-    return os.environ | {name: str(value) for name, value in (ranks | meeting | nccl).items()}
+    return os.environ | {name: str(value) for name, value in (ranks | rendezvous | nccl).items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`gptlm pretrain` with a clock, for train.py: see `Clock`. Alone, with GPTLM_PROFILE=FILE, it writes a profile."""
+"""`gptlm pretrain` with a timer, for train.py (see `Timer`). With GPTLM_PROFILE=FILE it writes a profile."""
 
 import json
 import os
@@ -11,14 +11,15 @@ import torch
 from transformers import TrainerCallback
 
 from gptlm.cli import main
+from gptlm.ranks import is_main_process
 from gptlm.training.trainer import PretrainTrainer
 
 
-class Clock(TrainerCallback):
-    """Writes seconds of a step (means of ten each), to the first one, and memory to $GPTLM_STEP_TIMES."""
+class Timer(TrainerCallback):
+    """Writes seconds per step (means of ten), seconds to the end of the first, and peak memory to $GPTLM_STEP_TIMES."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
         self.first = 0.0
         self.marks: list[float] = []
 
@@ -29,15 +30,15 @@ class Clock(TrainerCallback):
             self.marks.append(time.perf_counter())
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if int(os.environ.get("RANK", 0)) == 0 and "GPTLM_STEP_TIMES" in os.environ:
+        if is_main_process() and "GPTLM_STEP_TIMES" in os.environ:
             seconds = [(b - a) / 10 for a, b in zip(self.marks[1:], self.marks[2:], strict=False)]
             memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-            found = {"seconds": seconds, "first": self.marks[0] - self.begun, "memory": memory}
+            found = {"seconds": seconds, "first": self.marks[0] - self.start, "memory": memory}
             Path(os.environ["GPTLM_STEP_TIMES"]).write_text(json.dumps(found))
 
 
 class Profile(TrainerCallback):
-    """Writes where the time of steps 21 to 24 went."""
+    """Writes the operators that took most time in steps 21 to 24."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -56,14 +57,14 @@ class Profile(TrainerCallback):
 
 
 if __name__ == "__main__":
-    clock = Clock()
-    made = PretrainTrainer.__init__
+    timer = Timer()
+    init = PretrainTrainer.__init__
 
-    def with_clock(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.add_callback(clock)
+    def with_timer(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.add_callback(timer)
         if "GPTLM_PROFILE" in os.environ:
             self.add_callback(Profile(os.environ["GPTLM_PROFILE"]))
 
-    PretrainTrainer.__init__ = with_clock  # type: ignore[method-assign]
+    PretrainTrainer.__init__ = with_timer  # type: ignore[method-assign]
     sys.exit(main(["pretrain", *sys.argv[1:]]))

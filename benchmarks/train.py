@@ -2,10 +2,10 @@
 
     python benchmarks/train.py [--model gpt2-medium-en] [--micro 16] [--steps 60] [--rounds 1] [--only NAME ...]
 
-All read the same token file; ours is `scripts/run_pretrain.py` as users run it, logging every 10 steps. Rounds are
-interleaved. A speed is the median of means of ten steps each, after the tenth, by the wall clock; MFU counts
-6 N + 12 L H S operations per token (Kaplan et al. 2020; Chowdhery et al. 2022) of --peak. --json FILE writes the
-numbers.
+All read the same token file. Ours is `scripts/run_pretrain.py` as users run it, logging every 10 steps. Rounds are
+interleaved. A speed is the median over means of ten steps each, after the tenth, in wall-clock time. MFU counts
+6 N + 12 L H S operations per token (Kaplan et al. 2020; Chowdhery et al. 2022), relative to --peak. --json FILE writes
+the numbers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SIZES = {  # layers, width, heads, vocabulary, tokens of a sample
 OURS = {  # names -> flags
     "ours": "--bf16 --fp16_opt_level O2",
     "ours eager": "--bf16 --fp16_opt_level O2 --torch_compile 0",
-    "ours not recorded": "--bf16 --fp16_opt_level O2 --cuda_graphs 0",
+    "ours no graphs": "--bf16 --fp16_opt_level O2 --cuda_graphs 0",
     "ours fp8": "--bf16 --fp16_opt_level O2 --fp8",
     "ours O1": "--bf16",
     "ours fp16": "--fp16 --fp16_opt_level O2",
@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16, help="samples")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1, help="one per card")
+    parser.add_argument("--processes", type=int, default=1, help="one per GPU")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--peak", type=float, default=989.0, help="10^12 operations per second of a card")
+    parser.add_argument("--peak", type=float, default=989.0, help="peak of a GPU, 10^12 operations per second")
     parser.add_argument("--more", default="", help="flags added to ours")
     parser.add_argument("--only", nargs="*", default=["ours", "loop", "trainer"])
     parser.add_argument("--json", dest="file")
@@ -83,7 +83,7 @@ def print_row(case: str, result: dict[str, Any], arguments: argparse.Namespace) 
     result["tokens_per_second"] = tokens
     mfu = tokens * flops / 1e12 / arguments.peak
     print(
-        f"{case:<16}{tokens:>12,.0f} tokens/s/card {tokens / length:>8.2f} samples/s  MFU {mfu:.1%}"
+        f"{case:<16}{tokens:>12,.0f} tokens/s/GPU {tokens / length:>8.2f} samples/s  MFU {mfu:.1%}"
         f"  {result['memory']:6.2f} GiB  first step after {result['first']:.1f} s",
         flush=True,
     )

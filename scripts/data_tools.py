@@ -1,4 +1,4 @@
-"""Look at token files: python scripts/data_tools.py check PREFIX (also stats, show, order, index, merge, convert)"""
+"""Inspect token files: python scripts/data_tools.py check PREFIX (also stats, show, order, index, merge, convert)"""
 
 import sys
 

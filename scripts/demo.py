@@ -1,4 +1,4 @@
-"""The whole way on this machine's own text: python scripts/demo.py"""
+"""The complete workflow on text that every Python contains: python scripts/demo.py"""
 
 import sys
 

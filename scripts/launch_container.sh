@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A command in a container with all GPUs, the host's network and memory, the current folder and /data.
+# Run a command in a container with all GPUs, the host's network and memory, the current folder and /data.
 #   bash scripts/launch_container.sh --image IMAGE [--cmd "COMMAND"] [--extra-mount DIR] [--proxy URL] [--no-interactive]
-# IMAGE holds gptlm. Without --cmd a shell is opened. --extra-mount: /data where it exists. Words are --word VALUE or
-# --word=VALUE; OneFlow's --src, --py and --wheel are accepted without effect.
+# IMAGE contains gptlm. Without --cmd it opens a shell. --extra-mount: default /data if it exists. Flags are --flag VALUE
+# or --flag=VALUE; OneFlow's --src, --py and --wheel are accepted without effect.
 set -euo pipefail
 
 image="" cmd="" extra="" proxy="" interactive=1
@@ -15,8 +15,8 @@ while [ $# -gt 0 ]; do
         --no-interactive) interactive=0; shift; continue ;;
         -h | --help) sed -n '2,5s/^# *//p' "$0"; exit 0 ;;
         --*=*) value=${1#*=}; shift ;;
-        --*) [ $# -ge 2 ] || refuse "$1 is unknown or lacks its value; --help lists the words"; value=$2; shift 2 ;;
-        *) refuse "unexpected word '$1'; a command with blanks needs quotes: --cmd \"...\"" ;;
+        --*) [ $# -ge 2 ] || refuse "$1 is unknown or lacks its value; --help lists the flags"; value=$2; shift 2 ;;
+        *) refuse "unexpected argument '$1'; a command with spaces needs quotes: --cmd \"...\"" ;;
     esac
     case $word in
         --image) image=$value ;;
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
         --src) note "--src has no effect: the current folder is mounted, gptlm comes with the image" ;;
         --py) note "--py has no effect: the image's Python is used" ;;
         --wheel) note "--wheel has no effect: OneFlow is not used, gptlm comes with the image" ;;
-        *) refuse "$word is unknown; --help lists the words" ;;
+        *) refuse "$word is unknown; --help lists the flags" ;;
     esac
 done
 
@@ -35,7 +35,7 @@ if [ -z "$extra" ] && [ -d /data ]; then extra=/data; fi
 [ -z "$extra" ] || [ -d "$extra" ] || refuse "--extra-mount $extra is not a folder"
 if [ -z "$cmd" ] && [ "$interactive" = 0 ]; then refuse "--no-interactive needs --cmd \"...\""; fi
 if [[ $cmd =~ ^python[0-9.]*\ +(-u\ +)?-m\ +(oneflow_gpt\.training|paddle\.distributed\.launch)($|[[:space:]]) ]]; then
-    note "the command is given to gptlm launch"
+    note "the command is run by gptlm launch"
     cmd="gptlm launch $cmd"
 fi
 

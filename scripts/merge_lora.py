@@ -1,4 +1,4 @@
-"""Add adapters to a model: python scripts/merge_lora.py --lora_path DIR --output_path OUT ..."""
+"""Merge adapters into a model: python scripts/merge_lora.py --lora_path DIR --output_path OUT ..."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Find a layout for a model and a number of GPUs: python scripts/plan.py --num_gpus 8 --model_name_or_path ..."""
+"""Find a parallel layout for a model: python scripts/plan.py --num_gpus 8 --model_name_or_path ..."""
 
 import sys
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The 8-card GPT-2 recipes: bash scripts/train_full_8p.sh --data_path=PREFIX [--model_size=345M] [--train_iters=500000]
-# model_size is 345M, 1.3B, 2.7B, 3.7B or 345M_without_mp; every other word goes to run_pretrain.py as it is.
+# The 8-GPU GPT-2 recipes: bash scripts/train_full_8p.sh --data_path=PREFIX [--model_size=345M] [--train_iters=500000]
+# model_size is 345M, 1.3B, 2.7B, 3.7B or 345M_without_mp; every other argument is passed to run_pretrain.py unchanged.
 set -euo pipefail
 
 model_size=345M

@@ -1,4 +1,4 @@
-"""What is passed on of another library's message: one whole sentence, without terminal codes."""
+"""The text of another library's error: one whole sentence, without terminal codes."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ class Failing(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("error", [GptlmError("the file is cut: copy it again"), ZeroDivisionError("division by zero")])
-def test_an_error_of_a_loading_process_is_that_error_without_its_traceback(error):
+def test_an_error_of_a_dataloader_worker_has_no_traceback(error):
     with pytest.raises(type(error)) as caught:
         list(torch.utils.data.DataLoader(Failing(error), num_workers=1))
     assert "Traceback" in str(caught.value)
@@ -53,7 +53,7 @@ def test_an_error_of_a_loading_process_is_that_error_without_its_traceback(error
     assert from_worker(str(error)) == str(error)
 
 
-def test_torchs_page_about_pickles_is_one_sentence(tmp_path):
+def test_torch_s_long_message_about_pickles_is_one_sentence(tmp_path):
     """The text that torch writes today: bold type, advice to trust the file, links."""
     torch.save({"a": np.float64(1)}, tmp_path / "x")
     with pytest.raises(pickle.UnpicklingError) as caught:
@@ -75,7 +75,7 @@ def test_the_innermost_stage_counts_and_our_own_errors_have_none():
     assert stage_of(ours.value) is None
 
 
-def test_memory_that_does_not_suffice_is_known_by_each_of_its_names():
+def test_every_out_of_memory_error_is_recognized():
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)

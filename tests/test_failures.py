@@ -1,4 +1,4 @@
-"""An error that is not ours: one line in each command, its traceback in a file, exit code 1."""
+"""An unexpected error: one line in each command, its traceback in a file, exit code 1."""
 
 import ast
 import json
@@ -122,7 +122,7 @@ def test_one_line_and_a_traceback_in_a_file(fails, tmp_path, command):
     assert text.count("Traceback (most recent call last)") >= 1 and "in failing" in text and "not\x1b[0m ours." in text
 
 
-def test_debug_prints_the_traceback_and_ranks_say_who_they_are(fails, tmp_path, monkeypatch):
+def test_debug_prints_the_traceback_and_errors_name_the_rank(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     words, owner, name, stage = CASES["tokenizer"]
     said = fails(f"tokenizer --debug {words}", owner, name)
@@ -132,36 +132,36 @@ def test_debug_prints_the_traceback_and_ranks_say_who_they_are(fails, tmp_path, 
 
 
 @pytest.mark.parametrize("command", ["pretrain", "sft", "predict", "evaluate"])
-def test_memory_that_does_not_suffice_is_one_sentence_with_advice(fails, command):
+def test_out_of_memory_is_one_sentence_with_advice(fails, command):
     words, owner, name, stage = CASES[command]
     full = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 4 GiB"
     )
     said = fails(f"{command} {words.replace('OUT', 'OUT/memory')}", owner, name, full).strip().splitlines()[-1]
-    assert f"error: memory does not suffice {stage} (20.00 GiB more were asked for); give a smaller --" in said
+    assert f"error: out of memory {stage} (20.00 GiB more were requested); give a smaller --" in said
     assert ("--recompute" in said) == (command in ("pretrain", "sft"))
 
 
-def test_memory_is_not_called_a_damaged_model(fails):
-    """While the weights are loaded, where every other error of a library means that the folder is at fault."""
+def test_out_of_memory_is_not_reported_as_a_damaged_model(fails):
+    """While loading weights, every other error of a library means that the folder is damaged."""
     full = RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory: you tried"
     )
     words = CASES["predict"][0]
     said = fails(f"predict {words}", transformers.PreTrainedModel, "from_pretrained", full).strip().splitlines()[-1]
-    assert "error: memory does not suffice while loading the model; give a smaller" in said
+    assert "error: out of memory while loading the model; give a smaller" in said
 
 
-def test_a_process_that_is_gone_is_not_blamed_on_the_others(fails, monkeypatch):
-    """gloo's words to those that wait for it."""
+def test_a_lost_process_is_not_reported_as_an_error_of_this_one(fails, monkeypatch):
+    """gloo's message in the processes that wait for it."""
     monkeypatch.setenv("RANK", "0")
     words, owner, name, stage = CASES["evaluate"]
     gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:5")
     said = fails(f"evaluate {words}", owner, name, gone).strip().splitlines()[-1]
-    assert f"rank 0: error: another process of this run ended {stage}; what it says itself is the cause" in said
+    assert f"rank 0: error: another process of this run ended {stage}; its own error message has the cause" in said
 
 
-def test_interrupts_and_our_own_errors_stay_what_they_are(fails, tmp_path):
+def test_interrupts_are_not_reported_as_errors(fails, tmp_path):
     words, owner, name, _ = CASES["tokenizer"]
     assert fails(f"tokenizer {words}", owner, name, KeyboardInterrupt(), code=130) == "gptlm tokenizer: interrupted\n"
     assert not list(tmp_path.rglob("gptlm-error-*"))

@@ -81,7 +81,7 @@ def test_leaves_know_neither_ranks_nor_config():
         for file in (SOURCE / folder).glob("*.py"):
             text = file.read_text(encoding="utf-8")
             for word in ("world_size", "deepspeed", "torch.distributed", "_degree"):
-                assert word not in text, f"{file.name} speaks of {word}"
+                assert word not in text, f"{file.name} contains {word}"
 
 
 def lines_with(pattern: str, *, but: str) -> list[str]:
@@ -131,10 +131,10 @@ def test_external_arguments_occur_in_compat_only():
     flags = {flag for command in COMMANDS.values() for flag in command.vocabulary.flags()}
     renamed = {word for command in COMMANDS.values() for word in command.vocabulary.renamed}
     foreign = {word for word in renamed - flags if "_" in word}
-    # also words of HuggingFace's libraries and DeepSpeed, which are handed to them
+    # also names of arguments of HuggingFace's libraries and DeepSpeed
     foreign -= {"eval_strategy", "max_new_tokens", "base_model_name_or_path", "eval_dataset", "train_dataset"}
     foreign -= {"train_batch_size", "processing_class", "save_only_model"}
-    # also names of arguments of Python functions, which no command line is spelled with
+    # also parameters of Python functions
     foreign -= {"hidden_dropout", "attention_dropout", "seq_length", "num_workers", "deepspeed_config", "node_rank"}
     assert len(foreign) > 10
     for file in FILES:
@@ -142,11 +142,11 @@ def test_external_arguments_occur_in_compat_only():
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             word = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "value", None)
-            assert not (isinstance(word, str) and word in foreign), f"{file.name} says {word}"
+            assert not (isinstance(word, str) and word in foreign), f"{file.name} uses {word}"
 
 
 def test_the_command_line_imports_nothing_heavy():
-    """Neither help, nor a resolved run, nor an error waits for torch."""
+    """Help, a resolved run and errors must appear without the import time of torch."""
     code = """
 import sys, gptlm.cli
 for words in (["--help"], ["--print_config", "--model_name_or_path", "gpt2-en"], ["--max_stepz", "1"]):

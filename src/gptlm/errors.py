@@ -1,4 +1,4 @@
-"""The two kinds of errors a user can cause, how messages refer to flags, and what is said of foreign errors."""
+"""The two kinds of errors a user can cause, how messages refer to flags, and the text of other libraries' errors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ TERMINAL_CODE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\"'`])")
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
-STAGE = "while "  # begins the note that `doing` leaves on an exception
+STAGE = "while "  # prefix of the note that `doing` adds to an exception
 _FLAG = re.compile("(--)?\0(\\w+)\0")
 
 
@@ -40,9 +40,9 @@ def with_flags_shown(text: str, typed: Mapping[str, str]) -> str:
 
 
 class GptlmError(ValueError):
-    """The run cannot go on for a reason the user can mend. The commands print it and exit with 1.
+    """The run fails for a reason that the user can correct. The commands print it and exit with 1.
 
-    The message says what happened, which value, what to do.
+    The message states what happened, which value, and what to do.
     """
 
     exit_code = 1
@@ -57,15 +57,16 @@ class GptlmError(ValueError):
 
 
 class UsageError(GptlmError):
-    """The command itself is wrong: flags, values, or combinations of them. Exit code 2."""
+    """The command is wrong: flags, values, or combinations of them. Exit code 2."""
 
     exit_code = 2
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of another library says: its whole first sentence, without terminal codes and line breaks.
+    """The first sentence of another library's exception, without terminal codes and line breaks.
 
-    An operating system's error is its own words ("No space left on device"); an exception without a text is its type.
+    For an error of the operating system it is its text ("No space left on device"), for an exception without a text
+    the name of its type.
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -75,14 +76,14 @@ def reason_of(error: BaseException) -> str:
     sentence = ""
     for line in filter(None, map(str.strip, text.splitlines())):
         sentence = f"{sentence} {line}".strip()
-        if not sentence.endswith((":", ",", ";")):  # else the sentence goes on in the next line
+        if not sentence.endswith((":", ",", ";")):  # else the sentence continues in the next line
             break
     first = SENTENCE_END.split(" ".join(sentence.split()))[0].rstrip(".:,; ")
     return first or type(error).__name__
 
 
 def from_worker(text: str) -> str:
-    """`text` without the traceback that torch puts around an exception of a process that loads data."""
+    """`text` without the traceback that torch's DataLoader adds to an exception of a worker process."""
     if not WORKER.match(text):
         return text
     kind, _, own = text.rstrip().rpartition("\n")[2].partition(": ")
@@ -91,7 +92,7 @@ def from_worker(text: str) -> str:
 
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Note on an unexpected exception in which stage it came; the innermost stage counts. Also a decorator."""
+    """Note the stage on an unexpected exception; the innermost stage counts. Also a decorator."""
     try:
         yield
     except Exception as error:
@@ -101,12 +102,13 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def stage_of(error: BaseException) -> str | None:
-    """The note of `doing` on `error`: "while saving the model"."""
+    """The stage that `doing` noted on `error`: "while saving the model"."""
     return next((note for note in getattr(error, "__notes__", ()) if note.startswith(STAGE)), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a GPU or of the machine did not suffice; torch has several exceptions for it."""
+    """Whether a GPU or the machine ran out of memory."""
+    # torch reports it by exceptions of several types
     words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,4 +1,4 @@
-"""What a command says of an error that is not ours: one line, and the traceback in a file (or here with --debug)."""
+"""Report an unexpected error in one line, with its traceback in a file (or printed with --debug)."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ from pathlib import Path
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of, stage_of
 
 DEBUG = "--debug"
-DEBUG_VARIABLE = "GPTLM_DEBUG"  # carries the flag to processes that a command starts
+DEBUG_VARIABLE = "GPTLM_DEBUG"  # passes the flag to processes that a command starts
 DEBUG_HELP = """
 With --debug the traceback of an unexpected error is printed instead of written to gptlm-error-PID.log."""
-PLACE = "output folder: "  # begins the note that `logged_in` leaves on an exception
+FOLDER = "output folder: "  # prefix of the note that `logged_in` adds to an exception
 MEMORY_ADVICE = {
     "pretrain": "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, --recompute 1, "
     "or --sharding",
@@ -30,7 +30,8 @@ MEMORY_ADVICE = {
 
 
 def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
-    """`words` without --debug, and whether it was there; one with a value is another library's flag and stays."""
+    """`words` without --debug, and whether it was there."""
+    # with a value it is transformers' --debug, which stays
     ends = [*words[1:], "--"][: len(words)]
     kept = [word for word, after in zip(words, ends, strict=True) if word != DEBUG or not after.startswith("-")]
     return kept, len(kept) < len(words)
@@ -38,49 +39,49 @@ def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 
 @contextmanager
 def logged_in(folder: str | Path | None) -> Iterator[None]:
-    """The traceback of an unexpected error inside goes to `folder`, if it is there by then."""
+    """Write the traceback of an unexpected error inside to `folder`, if that exists by then."""
     try:
         yield
     except Exception as error:
         if folder and not isinstance(error, GptlmError):
-            error.add_note(f"{PLACE}{folder}")
+            error.add_note(f"{FOLDER}{folder}")
         raise
 
 
 def report(error: Exception, command: str, *, debug: bool) -> str:
-    """The one line about `error`; its traceback is printed or written."""
+    """Write the traceback of `error` to a file, or print it with `debug`; returns the line that describes the error."""
     stage = stage_of(error) or f"while running gptlm {command}"
     if is_out_of_memory(error):
-        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-        what = f"memory does not suffice {stage}" + (f" ({asked[1]} more were asked for)" if asked else "")
-        line = f"{what}; {MEMORY_ADVICE.get(command, 'free memory, or take a machine with more')}"
-    elif _is_of_another_process(error):
-        line = f"another process of this run ended {stage}; what it says itself is the cause"
+        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        size = f" ({requested[1]} more were requested)" if requested else ""
+        line = f"out of memory {stage}{size}; {MEMORY_ADVICE.get(command, 'free memory, or use a machine with more')}"
+    elif _is_lost_connection(error):
+        line = f"another process of this run ended {stage}; its own error message has the cause"
     else:
         reason, kind = reason_of(error), type(error).__name__
         line = f"{stage}: {kind if reason == kind else f'{kind}: {reason}'}"
     if debug:
         traceback.print_exception(error)
         return line
-    return f"{line}; {_written(error, command)}"
+    return f"{line}; {_write_traceback(error, command)}"
 
 
-def _is_of_another_process(error: Exception) -> bool:
-    """Whether a message to another process failed because that one is gone; waiting too long is something else."""
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether communication failed because another process ended. A timeout has other messages."""
     text = str(error)
     gone = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError")
     return isinstance(error, RuntimeError) and any(words in text for words in gone)
 
 
-def _written(error: Exception, command: str) -> str:
-    """Write the traceback; says where it is."""
-    notes = [note.removeprefix(PLACE) for note in getattr(error, "__notes__", ()) if note.startswith(PLACE)]
+def _write_traceback(error: Exception, command: str) -> str:
+    """Write the traceback; returns a text with its path."""
+    notes = [note.removeprefix(FOLDER) for note in getattr(error, "__notes__", ()) if note.startswith(FOLDER)]
     text = "".join(traceback.format_exception(error))
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} gptlm {command}, {_versions()}\n{' '.join(sys.argv)}\n"
     for folder in [*notes, tempfile.gettempdir()]:
         path = Path(folder) / f"gptlm-error-{os.getpid()}.log"
         try:
-            with path.open("a", encoding="utf-8") as file:  # another machine may have the same number
+            with path.open("a", encoding="utf-8") as file:  # a process on another machine may have the same id
                 file.write(f"{head}{text}\n")
         except OSError:
             continue

@@ -224,7 +224,7 @@ def test_oneflow_s_container_command(here):
         (["--image", "i", "--extra-mount", "nowhere"], True, 2, "--extra-mount nowhere is not a folder"),
         (["--imagine", "i"], True, 2, "--imagine is unknown"),
         (["--image"], True, 2, "--image is unknown or lacks its value"),
-        (["--image", "i", "true"], True, 2, "unexpected word 'true'"),
+        (["--image", "i", "true"], True, 2, "unexpected argument 'true'"),
     ],
 )
 def test_container_commands_that_are_refused(here, words, docker, code, message):

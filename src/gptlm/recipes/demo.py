@@ -1,4 +1,4 @@
-"""The whole way on text that every Python carries: tokenizer -> token files -> pretraining -> continuations."""
+"""The complete workflow on text that every Python contains: tokenizer, token files, pretraining, continuations."""
 
 import ast
 import json
@@ -19,21 +19,21 @@ from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.train_tokenizer import tokenizer
 
 PROMPTS = ("Return a list of", "The function raises", "This class is used to")
-SHORTEST = 80  # characters; shorter docstrings say little
+MIN_CHARACTERS = 80  # shorter docstrings carry little text
 VOCABULARY = 2048
 
 
 def demo(arguments: DemoArguments) -> dict[str, float]:
-    """Run the four commands one after the other, printing each as it would be typed; returns the metrics."""
+    """Run the four commands, printing each as it would be typed; returns the metrics of pretraining."""
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.jsonl"
     print(f"text of this Python ({sysconfig.get_python_version()}): {_write_corpus(corpus) / 1e6:.1f} MB in {corpus}")
-    tokenizer(parse_tokenizer(_say("train_tokenizer.py", _tokenizer_words(folder))))
-    preprocess(parse_preprocess(_say("preprocess_data.py", _preprocess_words(folder, arguments.workers))))
-    run = parse_pretrain(_say("run_pretrain.py", _pretrain_words(folder, arguments.max_steps)), os.environ)
+    tokenizer(parse_tokenizer(_print_command("train_tokenizer.py", _tokenizer_words(folder))))
+    preprocess(parse_preprocess(_print_command("preprocess_data.py", _preprocess_words(folder, arguments.workers))))
+    run = parse_pretrain(_print_command("run_pretrain.py", _pretrain_words(folder, arguments.max_steps)), os.environ)
     metrics = pretrain(run)
-    predict(*parse_predict(_say("predict_generation.py", _predict_words(folder))))
+    predict(*parse_predict(_print_command("predict_generation.py", _predict_words(folder))))
     _summary(folder, metrics)
     return metrics
 
@@ -46,8 +46,8 @@ def _write_corpus(path: Path) -> int:
 
 
 def _documents() -> Iterator[str]:
-    """The language reference's topics and every docstring of the standard library, in a fixed order."""
-    yield from (_unwrapped(topics.topics[name]) for name in sorted(topics.topics))
+    """Yield the topics of the language reference and every docstring of the standard library, in a fixed order."""
+    yield from (_unwrap(topics.topics[name]) for name in sorted(topics.topics))
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.rglob("*.py")):
         if {"site-packages", "test", "tests", "lib2to3"} & set(file.parts):
@@ -59,18 +59,18 @@ def _documents() -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node)
-                if text and len(text) >= SHORTEST:
-                    yield _unwrapped(text)
+                if text and len(text) >= MIN_CHARACTERS:
+                    yield _unwrap(text)
 
 
-def _unwrapped(text: str) -> str:
-    """The text with the line breaks inside its paragraphs undone; indented lines are code and stay."""
+def _unwrap(text: str) -> str:
+    """Join the lines of each paragraph. Indented lines are code and stay."""
     return re.sub(r"(?<=\S)\n(?=[A-Za-z(`'\"])", " ", text)
 
 
-def _say(script: str, words: list[str]) -> list[str]:
-    shown = " ".join(f'"{word}"' if " " in word else word for word in words)
-    print(f"\n$ python scripts/{script} {shown}", flush=True)
+def _print_command(script: str, words: list[str]) -> list[str]:
+    command = " ".join(f'"{word}"' if " " in word else word for word in words)
+    print(f"\n$ python scripts/{script} {command}", flush=True)
     return words
 
 
