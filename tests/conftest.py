@@ -1,4 +1,4 @@
-"""Small real things the tests share: a byte-level tokenizer, a corpus in both formats, a tiny model."""
+"""Shared fixtures: a corpus in both formats, sentence data, a tiny model, running the scripts."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def write_tokens(prefix: Path, *, layout: str = "mmap", documents: int = 120, vo
 
 
 def write_sentence_data(folder: Path, prose: str):
-    """Data of nltk's English punkt, trained on `prose` instead of downloaded; returns the tokenizer with it.
+    """nltk's English punkt data, trained on `prose` instead of downloaded; returns its tokenizer.
 
     nltk writes only below a folder in `nltk.data.path`.
     """
@@ -60,7 +60,7 @@ def write_sentence_data(folder: Path, prose: str):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A folder with random GPT-2 weights from stock code: 2 layers, 32 wide, 2 heads, 500 entries, 64 positions."""
+    """A folder with random stock GPT-2 weights: 2 layers, width 32, 2 heads, vocabulary 500, 64 positions."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -1,4 +1,4 @@
-"""The commands as users type them, from text to continuations; the document's command, killed and resumed."""
+"""The commands as users type them, from text to continuations; PaddleNLP's pretraining command, killed and resumed."""
 
 import json
 import math
@@ -28,7 +28,7 @@ LETTERS = "".join(
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder `我的 数据` with letters.txt, a tokenizer, and token files of both dialects, made by the scripts."""
+    """A folder `我的 数据` with letters.txt, a tokenizer, and token files with the flags of Megatron and PaddleNLP."""
     folder = tmp_path_factory.mktemp("work") / "我的 数据"
     folder.mkdir()
     (folder / "letters.txt").write_text(LETTERS, encoding="utf-8")
@@ -44,7 +44,7 @@ def preprocess(work, *words, **more):
     return result
 
 
-def test_megatron_dialect(work):
+def test_preprocessing_with_megatron_s_flags(work):
     result = preprocess(
         work, *"--input letters.txt --output-prefix meg --vocab tok/vocab.json --merge-file tok/merges.txt".split(),
         *"--tokenizer-type GPT2BPETokenizer --dataset-impl mmap --append-eod --json-key text --workers 2".split(),
@@ -62,7 +62,7 @@ def test_megatron_dialect(work):
     assert facts["vocab_size"] == len(tokenizer) and len(facts["tokenizer_fingerprint"]) == 16
 
 
-def test_paddlenlp_dialect_in_both_layouts(work):
+def test_preprocessing_with_paddlenlp_s_flags_in_both_formats(work):
     base = "--model_name tok --tokenizer_name GPTTokenizer --data_format JSON --input_path letters.txt --append_eos"
     for layout, names in (("mmap", {".bin", ".idx"}), ("npy", {"_ids.npy", "_idx.npz"})):
         result = preprocess(work, *base.split(), "--output_prefix", f"pd_{layout}/letters", "--data_impl", layout)
@@ -72,8 +72,8 @@ def test_paddlenlp_dialect_in_both_layouts(work):
     assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.sizes, second.sizes)
 
 
-def test_the_data_step_of_the_eight_card_recipes(work, tmp_path, monkeypatch):
-    """Vocabulary and merges beside the command are taken; the pair has the recipe's name and stays one per document."""
+def test_the_data_step_of_the_8_gpu_recipes(work, tmp_path, monkeypatch):
+    """Vocabulary and merges come from the current folder; the files have the recipe's name, one entry per document."""
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
     punkt = write_sentence_data(tmp_path / "nltk", LETTERS)
     for name in ("vocab.json", "merges.txt"):
@@ -96,12 +96,12 @@ def test_the_data_step_of_the_eight_card_recipes(work, tmp_path, monkeypatch):
     tokens = open_tokens(str(tmp_path / "data" / "my-gpt_text_sentence"))
     assert tokens.get(0).tolist() == [i for sentence in sentences for i in tokenizer(sentence)["input_ids"]]
     wrong = subprocess.run([*command, "--colour=red"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "unknown: --colour=red" in wrong.stderr
+    assert wrong.returncode == 2 and "unknown argument: --colour=red" in wrong.stderr
 
 
 @pytest.mark.parametrize("parts", [3])
 def test_shards_of_several_machines_merge_to_the_whole(work, tmp_path, parts):
-    """Byte for byte, in whatever order they are named; a missing one is noticed."""
+    """Byte for byte, in any order of the arguments; a missing shard is reported."""
     common = "--input letters.txt --txt_split line --model_name tok --append-eod".split()
     assert preprocess(work, *common, "--output-prefix", tmp_path / "whole").returncode == 0
     for part in range(1, parts + 1):
@@ -158,7 +158,7 @@ def test_broken_documents_can_be_skipped(work):
     assert len(open_tokens(str(work / "some" / "x"))) == 2
 
 
-def test_half_a_surrogate_pair_is_named_by_every_command(work, monkeypatch, capfd):
+def test_every_command_names_half_a_surrogate_pair(work, monkeypatch, capfd):
     (work / "half.jsonl").write_text('{"text": "aa bb"}\n{"text": "b\\ud83d"}\n' * 3)
     monkeypatch.chdir(work)
     words = ["--input_path", "half.jsonl"]
@@ -195,7 +195,7 @@ def test_text_under_a_c_locale(work):
 
 @pytest.fixture(scope="module")
 def model(work):
-    """`gpt2-medium-en`: a small local model under the name the document's command uses, with the trained tokenizer."""
+    """`gpt2-medium-en`: a small local model under the name in PaddleNLP's command, with the trained tokenizer."""
     from gptlm.model.build import new_model
     from gptlm.model.presets import Shape
 
@@ -211,8 +211,8 @@ def model(work):
 SMALL = "--max_seq_length 16 --max_steps 12 --save_steps 4 --eval_steps 6 --learning_rate 1e-3 --split 80,10,10"
 
 
-def test_the_document_s_command_trains_is_killed_resumes_and_loads(work, model):
-    """Document 002's pretraining command unchanged but for its size: on one CPU process, in a fresh folder."""
+def test_paddlenlp_s_command_trains_resumes_after_a_kill_and_loads(work, model):
+    """PaddleNLP's pretraining command, changed only in its size: one CPU process, new folder."""
     words = [*shlex.split(README), *SMALL.split()]
     whole = run_script("run_pretrain", *words, "--output_dir", "whole", cwd=work)
     assert whole.returncode == 0, whole.stderr
@@ -220,14 +220,14 @@ def test_the_document_s_command_trains_is_killed_resumes_and_loads(work, model):
     for said in ("no GPU is visible", "half precision is not used", "--sharding stage2 has no effect"):
         assert whole.stdout.count(said) == 1 or os.environ.get("CUDA_VISIBLE_DEVICES")
     command = [sys.executable, str(ROOT / "scripts" / "run_pretrain.py"), *words, "--output_dir", "killed"]
-    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # another number of threads adds up in another order
+    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # another number of threads sums in another order
     process = subprocess.Popen(command, cwd=work, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 120
     while not (work / "killed" / "checkpoint-4").exists() and time.time() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    for folder in (work / "killed").glob("checkpoint-1*"):  # should it have come far: it must still do some steps
+    for folder in (work / "killed").glob("checkpoint-1*"):  # leave some steps to do, however far it came
         shutil.rmtree(folder)
     again = run_script("run_pretrain", *words, "--output_dir", "killed", cwd=work)
     assert again.returncode == 0 and "resuming from killed/checkpoint-" in again.stdout, again.stderr
@@ -253,7 +253,7 @@ def test_printing_the_run(work, model):
     (work / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     deepspeed = ["--sharding", "", "--deepspeed", "ds.json"]
     result = run_script("run_pretrain", *words, *deepspeed, "--print_config", cwd=work)
-    assert json.loads(result.stdout)["run"]["deepspeed"] == "ds.json"  # what DeepSpeed says at its import is elsewhere
+    assert json.loads(result.stdout)["run"]["deepspeed"] == "ds.json"  # DeepSpeed's log at import goes to stderr
     (work / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}))
     result = run_script(
         "run_pretrain",
@@ -273,7 +273,7 @@ def test_printing_the_run(work, model):
     )
 
 
-def test_a_refused_command_says_why_on_stderr_alone(work):
+def test_a_refused_command_prints_the_reason_on_stderr_only(work):
     for words in (["--max_stepz", "5"], ["--tensor_parallel_degree", "2", "--print_config"], ["--fp16", "--bf16"]):
         result = run_script("run_pretrain", *words, cwd=work)
         assert result.returncode == 2 and result.stdout == "" and "error: " in result.stderr
@@ -281,7 +281,7 @@ def test_a_refused_command_says_why_on_stderr_alone(work):
 
 
 def test_continuations(work, model):
-    """An over-fitted model continues its text; a batch gives what single prompts give."""
+    """An overfitted model continues its text; a batch gives the same texts as single prompts."""
     run = [
         *"--num_hidden_layers 2 --hidden_size 64 --num_attention_heads 4 --max_seq_length 32".split(),
         *"--vocab_size 384 --input_dir data --output_dir fit --max_steps 150 --learning_rate 1e-2".split(),
@@ -334,7 +334,7 @@ def test_bad_predictions(work, model, words, code, says, monkeypatch, capsys):
     ("device", "before", "after"),
     [("gpu", "2,3", "2,3"), ("gpu:1", "2,3", "3"), ("gpu:1", None, "1"), ("gpu:5", "2,3", "-1"), ("cpu", None, None)],
 )
-def test_a_numbered_card_is_the_only_one_seen(device, before, after):
+def test_a_numbered_gpu_is_the_only_visible_one(device, before, after):
     environment = {"CUDA_VISIBLE_DEVICES": before} if before else {}
     see_one_card(device, environment)
     assert environment.get("CUDA_VISIBLE_DEVICES") == after
@@ -349,7 +349,7 @@ def test_help_and_unknown_commands():
     assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
 
 
-def test_output_that_nobody_reads_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     """As with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -380,7 +380,7 @@ def test_a_prompt_is_kept_and_the_continuation_shortened(work, model):
     assert result.returncode == 1 and "fills the position table of 64" in result.stderr
 
 
-def test_the_demo_in_small(tmp_path):
+def test_a_small_demo(tmp_path):
     result = run_script(
         "demo", "--max_steps", 20, "--output_dir", tmp_path / "demo", environment={"OMP_NUM_THREADS": "2"}
     )
@@ -392,7 +392,7 @@ def test_the_demo_in_small(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")
 
 
-def test_the_whole_chain_under_a_c_locale_with_chinese_paths(work, model):
+def test_the_complete_workflow_under_a_c_locale_with_chinese_paths(work, model):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     chain = (
         ("train_tokenizer", "--input_path letters.txt --vocab_size 300 --output_dir", "分词 器"),

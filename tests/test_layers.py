@@ -1,4 +1,4 @@
-"""Import rules: a package imports from lower layers only, and there are no import cycles inside a package."""
+"""Rules of the source: imports go to lower layers without cycles, each thing has one place, files are one topic."""
 
 import ast
 import re

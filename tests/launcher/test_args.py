@@ -1,4 +1,4 @@
-"""The launcher's command line: PaddlePaddle's and OneFlow's words become torchrun's."""
+"""The launcher's command line: flags of PaddlePaddle and OneFlow become torchrun's."""
 
 import subprocess
 import sys
@@ -114,11 +114,11 @@ def test_a_port_for_one_node():
 @pytest.mark.parametrize(
     ("visible", "cards", "processes"), [(None, 4, 4), (None, 0, 1), ("1,2", 4, 2), ("", 4, 1), ("-1", 4, 1)]
 )
-def test_one_process_for_each_card_that_is_visible(visible, cards, processes):
+def test_one_process_per_visible_gpu(visible, cards, processes):
     assert plan("x.py", cards=cards, visible=visible).processes == processes
 
 
-def test_cards_are_counted_only_where_nothing_else_says_how_many():
+def test_gpus_are_counted_only_if_no_flag_gives_the_number():
     def count():
         raise AssertionError("counted")
 
@@ -137,7 +137,7 @@ def test_cards_are_counted_only_where_nothing_else_says_how_many():
         ("scripts/evaluate.py", ["-m", "gptlm", "evaluate"]),
     ],
 )
-def test_scripts_of_others_are_ours_here(words, wanted):
+def test_scripts_of_other_frameworks_are_replaced(words, wanted):
     found = plan(words)
     assert found.torchrun() == [*ALONE, "1", *wanted]
     name = words.split()[-1]
@@ -145,12 +145,12 @@ def test_scripts_of_others_are_ours_here(words, wanted):
 
 
 @pytest.mark.parametrize("words", ["x.py", "-m gptlm sft", "-m some.module", "./x.py a.py -m b"])
-def test_other_scripts_run_as_they_are(words):
+def test_any_other_script_runs_unchanged(words):
     found = plan(words)
     assert found.torchrun() == [*ALONE, "1", *words.split()] and found.notes == ()
 
 
-def test_words_without_effect_are_noted():
+def test_flags_without_effect_are_noted():
     found = plan(
         "--max_restart 3 --elastic_level -1 --run_mode collective --log_level INFO --gpus 0,1 --nproc_per_node 1 x.py"
     )
@@ -200,13 +200,13 @@ def test_what_is_refused(words, message):
     assert message in str(error.value)
 
 
-def test_everything_wrong_is_said_at_once():
+def test_all_problems_are_reported_together():
     with pytest.raises(UsageError) as error:
         plan("--devises 0 --xpus 1 y.py")
     assert [line.split()[0] for line in str(error.value).splitlines()] == ["the", "--devises", "--xpus"]
 
 
-def test_a_card_that_the_environment_hides():
+def test_a_gpu_that_the_environment_hides():
     assert plan("--gpus 1 x.py", visible="1,2").devices == ("1",)
     with pytest.raises(UsageError, match="card 0 is not in CUDA_VISIBLE_DEVICES=1,2"):
         plan("--gpus 0,1 x.py", visible="1,2")

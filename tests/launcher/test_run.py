@@ -88,7 +88,7 @@ def wait_for(here: Path, condition) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, int, str, str]]:
-    """Folder, exit code, stdout and stderr of runs by what their ranks do; all go on at the same time."""
+    """Folder, exit code, stdout and stderr of runs by what their ranks do; all run at the same time."""
     launchers = {}
     for name in ("ends", "dies", "killed"):
         folder = tmp_path_factory.mktemp(name)
@@ -150,7 +150,7 @@ def test_a_signal_reaches_every_rank(here):
 @pytest.mark.parametrize("waited", [0.0, 0.3, 1.0])
 def test_a_signal_during_the_start_leaves_nothing(here, waited):
     launcher = start(here, "--nproc_per_node", "2", "small.py", "waits")
-    wait_for(here, lambda: len(left(here)) > 1)  # torchrun is there, or about to be
+    wait_for(here, lambda: len(left(here)) > 1)  # torchrun has started, or is about to
     time.sleep(waited)
     launcher.terminate()
     assert ended(launcher)[0] == 143 and left(here) == []
@@ -172,7 +172,7 @@ def test_torchrun_s_own_error_is_shown(here):
     assert left(here) == []
 
 
-def test_help_before_the_script_is_the_launcher_s(here):
+def test_help_before_the_script_belongs_to_the_launcher(here):
     code, stdout, _ = ended(start(here, "--gpus", "0", "--help"))
     assert code == 0 and "--nproc_per_node <int>" in stdout and "FILE.py or -m MODULE" in stdout
     code, _, stderr = ended(start(here, "--gpus", "0,1", "--xpus", "1", "none.py"))
@@ -227,7 +227,7 @@ def test_oneflow_s_container_command(here):
         (["--image", "i", "true"], True, 2, "unexpected argument 'true'"),
     ],
 )
-def test_container_commands_that_are_refused(here, words, docker, code, message):
+def test_refused_container_commands(here, words, docker, code, message):
     result = container(here, *words, docker=docker)
     assert result.returncode == code and message in result.stderr
 
@@ -240,7 +240,7 @@ def test_container_commands_that_are_refused(here, words, docker, code, message)
     ],
 )
 def test_oneflow_s_command_starts_its_own_processes(corpus_folder, tmp_path, more, says):
-    """No launcher: the training command asks for two processes and gets them, in the layout of --auto_parallel, too."""
+    """Without a launcher, the training command starts the two processes it asks for, also with --auto_parallel."""
     sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 512"
     data = next((corpus_folder / "mmap").glob("*.bin")).with_suffix("")
     words = f"{sizes} --micro-batch-size 2 --global-batch-size 8 --num-gpus-per-node 2 --train-iters 2 --log-interval 1"

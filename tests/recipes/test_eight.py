@@ -1,4 +1,4 @@
-"""Eight processes: the documents' 8-card recipes, resolved as typed and without a card, and small ones that train."""
+"""Eight processes: the 8-GPU recipes, resolved as typed and without a GPU, and small ones that train."""
 
 import json
 import os

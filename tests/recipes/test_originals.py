@@ -1,4 +1,4 @@
-"""The documents' many-card commands of FleetX, OneFlow and Megatron-DeepSpeed, with sizes and degrees scaled down."""
+"""The multi-GPU commands of FleetX, OneFlow and Megatron-DeepSpeed, with sizes and degrees scaled down."""
 
 import json
 import os
