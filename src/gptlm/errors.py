@@ -9,34 +9,26 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z(\"'`])")
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 STAGE = "while "  # prefix of the note that `doing` adds to an exception
-_FLAG = re.compile("(--)?\0(\\w+)\0")
+MARK = "\0"  # occurs in no path and no argument, so a value is never mistaken for a flag
 
 
 def named(name: str) -> str:
-    """A reference to the flag `name` inside a message; it is shown in the user's spelling.
-
-    The mark around it is NUL, which occurs in no path and no argument: values can never be taken for a flag.
-    """
-    return f"\0{name}\0"
+    """A reference to the argument `name` inside a message, which is shown as the user typed it."""
+    return f"{MARK}{name}{MARK}"
 
 
 def with_flags_shown(text: str, typed: Mapping[str, str]) -> str:
-    """`text` with each reference as the user typed it, else as `name` (or `--name` where dashes stand before it).
+    """`text` with each reference of `named` as the user typed it, else as `--name`.
 
     Args:
-        typed: flag -> how the user wrote it, perhaps with its place as in "Global.seed (x.yaml:3)", shown once only.
+        typed: argument -> as typed, perhaps with its place as in "Global.seed (x.yaml:3)", which is shown once only.
     """
-    seen: set[str] = set()
-
-    def shown(match: re.Match[str]) -> str:
-        dashes, name = match[1] or "", match[2]
-        word = typed.get(name, dashes + name)
-        if name in seen:
-            word = word.partition(" (")[0]
-        seen.add(name)
-        return word
-
-    return _FLAG.sub(shown, text)
+    parts = text.split(MARK)  # text, name, text, name, ..., text
+    names = parts[1::2]
+    for position, name in enumerate(names):
+        shown = typed.get(name, f"--{name}")
+        parts[2 * position + 1] = shown.partition(" (")[0] if name in names[:position] else shown
+    return "".join(parts)
 
 
 class GptlmError(ValueError):

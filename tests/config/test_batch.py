@@ -53,20 +53,20 @@ def test_what_is_left_open(given, micro, accumulation):
         (
             {"total": 60},
             "global_batch_size[60] should be divided by dp_degree[4] times sharding_degree[2]\n"
-            "  global_batch_size 60 on 8 data-parallel replicas; the nearest that work are 56 and 64",
+            "  --global_batch_size 60 on 8 data-parallel replicas; the nearest that work are 56 and 64",
         ),
         ({"total": 60, "micro": 4}, "the nearest that work are 32 and 64"),
         ({"total": 3}, "the nearest that works is 8"),
         (
             {"total": 65, "local": 8},
             "global_batch_size[65] should be divided by local_batch_size[8] when dp_degree is [4] and sharding_degree "
-            "is [2]\n  global_batch_size 65 is not local_batch_size 8 x 8 data-parallel replicas = 64; give one of "
+            "is [2]\n  --global_batch_size 65 is not --local_batch_size 8 x 8 data-parallel replicas = 64; give one of "
             "them",
         ),
         ({"local": 8, "micro": 3}, "local_batch_size 8: 8 samples per replica are no multiple of "),
         ({"local": 8, "micro": 3}, "per_device_train_batch_size 3; the nearest that work are 6 and 9"),
         ({"total": 64, "micro": 3}, "the nearest that work are 48 and 72"),
-        ({"total": 64, "micro": 2, "accumulation": 3}, "2 x gradient_accumulation_steps 3 = 6; leave one of them out"),
+        ({"total": 64, "micro": 2, "accumulation": 3}, "2 x --gradient_accumulation_steps 3 = 6; leave one of them out"),
         ({"micro": 0}, "per_device_train_batch_size 0: expected at least 1"),
         ({"total": -8}, "global_batch_size -8: expected at least 1"),
     ],

@@ -30,10 +30,10 @@ def save_model(folder, positions=64):
 
 
 def test_a_reference_is_shown_as_typed_and_its_place_once():
-    text = f"{named('lr')} 3: --{named('lr')} and {named('seed')} or --{named('seed')}, /lr/seed"
+    text = f"{named('lr')} 3: {named('lr')} and {named('seed')} or {named('seed')}, /lr/seed"
     typed = {"lr": "Optimizer.lr (x.yaml:3)"}
-    assert with_flags_shown(text, typed) == "Optimizer.lr (x.yaml:3) 3: Optimizer.lr and seed or --seed, /lr/seed"
-    assert str(UsageError(f"--{named('seed')} 1")) == "--seed 1"
+    assert with_flags_shown(text, typed) == "Optimizer.lr (x.yaml:3) 3: Optimizer.lr and --seed or --seed, /lr/seed"
+    assert str(UsageError(f"{named('seed')} 1")) == "--seed 1"
 
 
 # A path whose parts are names of flags that were typed under other names, in every command.
@@ -117,7 +117,7 @@ def test_all_problems_at_once():
         assert said in text, (said, text)
     with pytest.raises(UsageError) as error:
         parse_pretrain(words.split(), {"WORLD_SIZE": "4"})
-    assert "--tensor_parallel_degree (3) x pipeline_parallel_degree (1) = 3 does not divide" in str(error.value)
+    assert "--tensor_parallel_degree (3) x --pipeline_parallel_degree (1) = 3 does not divide" in str(error.value)
     assert "At most one of fp16 and bf16" in str(error.value) and "'nowhere'" in str(error.value)
 
 

@@ -85,7 +85,7 @@ def _derive_weights(parsed: Parsed) -> None:
         return
     if not parsed.is_default("model_name_or_path") or not has_weights(Path(training.output_dir)):
         raise UsageError(
-            f"evaluation without training needs weights: add --{named('continue_training')} to use those of "
+            f"evaluation without training needs weights: add {named('continue_training')} to use those of "
             f"{model.model_name_or_path}, or leave the model out and give the {named('output_dir')} of a finished run"
         )
     trained = replace(model, model_name_or_path=training.output_dir, continue_training=True)

@@ -95,7 +95,7 @@ def take_external_start(parsed: Parsed) -> None:
         parsed.set(flag, None, source)
         folder = _converted(Path(name), found, parsed)
         parsed.note(
-            f"--{named(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the run "
+            f"{named(flag)} {name} is a checkpoint of {found}: where output_dir has no checkpoint yet, the run "
             f"starts at step 0 with its weights, read from {folder} (gptlm convert --with_optimizer also converts "
             "Adam's moments and the step)"
         )

@@ -109,7 +109,7 @@ def _detect(parsed: Parsed) -> str:
         shown = ", ".join("--" + name for name in (*sorted(theirs)[:2], *ours[:2]))
         parsed.note(
             f"arguments of several libraries are mixed ({shown}): defaults, schedule and log lines are {mode}'s "
-            f"(change this with --{named('compat')}); of two arguments that set the same value the last one counts"
+            f"(change this with {named('compat')}); of two arguments that set the same value the last one counts"
         )
     return mode
 
@@ -125,7 +125,7 @@ def _apply_megatron(parsed: Parsed, mode: str) -> None:
     asked = parsed.given("do_eval") or training.evaluation_strategy not in (None, "no")
     if training.do_eval and not asked and not has_valid_share(data.split):
         # Megatron builds no validation data for an empty share and skips the evaluation.
-        parsed.note(f"--{named('split')} {data.split} leaves nothing to evaluate on: evaluations are skipped")
+        parsed.note(f"{named('split')} {data.split} leaves nothing to evaluate on: evaluations are skipped")
         parsed.put(replace(parsed[TrainingArguments], do_eval=False), derived("split"))
     if data.test_iters is None and mode == "megatron" and parsed[TrainingArguments].do_eval:
         parsed.put(replace(data, test_iters=data.eval_iters), default_of_mode(mode, ": eval_iters"))
@@ -142,7 +142,7 @@ def _apply_no_evaluation(parsed: Parsed) -> None:
     if not training.do_eval and training.evaluation_strategy in (None, "no"):
         return
     if parsed.given("do_eval") or parsed.given("evaluation_strategy"):
-        parsed.note(f"--{named('eval_iters')} 0: there is no evaluation")
+        parsed.note(f"{named('eval_iters')} 0: there is no evaluation")
     parsed.set("do_eval", False, DEFAULT)
     parsed.set("evaluation_strategy", None, DEFAULT)
     if not parsed.given("eval_steps"):
@@ -167,7 +167,7 @@ def _apply_sharding_and_masking(parsed: Parsed) -> None:
         if compat.reset_attention_mask:
             parsed.set("document_masking", "attention", sources["reset_attention_mask"])
     if compat.reset_attention_mask and not compat.reset_position_ids:
-        parsed.note(f"--{named('reset_attention_mask')}: positions restart with each document, too")
+        parsed.note(f"{named('reset_attention_mask')}: positions restart with each document, too")
 
 
 def _apply_load(parsed: Parsed) -> None:
@@ -178,7 +178,7 @@ def _apply_load(parsed: Parsed) -> None:
     if own and folder.resolve() == Path(own).resolve():
         return  # a run always resumes from the newest checkpoint in output_dir
     if not folder.is_dir() or not any(folder.iterdir()):
-        parsed.note(f"--{named('load')} {folder}: there is nothing to load, the run starts at step 0")
+        parsed.note(f"{named('load')} {folder}: there is nothing to load, the run starts at step 0")
     elif training.resume_from_checkpoint is None:
         parsed.put(replace(training, resume_from_checkpoint=str(folder)), parsed.sources["load"])
 
@@ -187,7 +187,7 @@ def _apply_vocabulary(parsed: Parsed, mode: str) -> None:
     """Rows of the embedding: the vocabulary rounded up, as Megatron and PaddleFleetX do."""
     compat, model = parsed[CompatArguments], parsed[ModelArguments]
     if compat.vocab_file:
-        content = read_json(compat.vocab_file, f"--{named('vocab_file')} {compat.vocab_file}")
+        content = read_json(compat.vocab_file, f"{named('vocab_file')} {compat.vocab_file}")
         if not parsed.given("vocab_size"):
             model = parsed.put(replace(model, vocab_size=len(content)), parsed.sources["vocab_file"])
     is_named = model.tokenizer_name_or_path or not parsed.is_default("model_name_or_path")
@@ -224,7 +224,7 @@ def derive_processes(parsed: Parsed, environment: Mapping[str, str], printing: b
         launch = _launch_arguments(compat) if wanted > 1 and not printing else ()
     elif wanted is not None and given != wanted:
         raise UsageError(
-            f"--{named('num_gpus_per_node')} {compat.num_gpus_per_node} x {named('num_nodes')} {compat.num_nodes} are "
+            f"{named('num_gpus_per_node')} {compat.num_gpus_per_node} x {named('num_nodes')} {compat.num_nodes} are "
             f"{wanted} processes, the launcher started {given} (WORLD_SIZE)"
         )
     derive_world(parsed, environment, printing)

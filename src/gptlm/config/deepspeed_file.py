@@ -25,7 +25,7 @@ LEVEL = "fp16_opt_level"
 
 def read_deepspeed(file: str) -> dict[str, Any]:
     """The JSON object in `file`. Raises UsageError."""
-    return read_json(file, f"--{named('deepspeed')} {file}")
+    return read_json(file, f"{named('deepspeed')} {file}")
 
 
 def take_deepspeed(parsed: Parsed) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def take_deepspeed(parsed: Parsed) -> Iterator[Problem]:
     """
     file = parsed[ParallelArguments].deepspeed
     if "deepspeed" in parsed.bare and not file:
-        yield Problem("", f"{parsed.bare['deepspeed']} needs a configuration file: give --{named('deepspeed')} FILE")
+        yield Problem("", f"{parsed.bare['deepspeed']} needs a configuration file: give {named('deepspeed')} FILE")
     if not file or not parsed[TrainingArguments].do_train:
         return
     config = read_deepspeed(file)

@@ -35,7 +35,7 @@ def derive_world(parsed: Parsed, environment: Mapping[str, str], printing: bool)
     parallel = parsed[ParallelArguments]
     if parallel.world_size is not None and not printing:
         raise UsageError(
-            f"--{named('world_size')} {parallel.world_size} goes with --print_config only; the launcher sets the "
+            f"{named('world_size')} {parallel.world_size} goes with --print_config only; the launcher sets the "
             "number of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
     if parallel.world_size is None:
@@ -70,7 +70,7 @@ def derive_degrees(parsed: Parsed, dims: ParallelDims) -> None:
     groups = parallel.data_parallel_degree
     if parallel.sharding and dims.data == 1 and parallel.sharding_parallel_degree > 1 and groups < 1:
         degree = parallel.sharding_parallel_degree
-        parsed.note(f"--{named('sharding_parallel_degree')} {degree} has no effect: one replica")
+        parsed.note(f"{named('sharding_parallel_degree')} {degree} has no effect: one replica")
         source = derived("one data-parallel replica")
         parallel = parsed.put(replace(parallel, sharding_parallel_degree=1), source)
     if parallel.sharding_parallel_degree < 1 and not parallel.sharding:
@@ -81,8 +81,8 @@ def derive_degrees(parsed: Parsed, dims: ParallelDims) -> None:
         parallel = parsed.put(replace(parallel, sharding_parallel_degree=degree), source)
     if parallel.sharding_parallel_degree > 1 and not parallel.sharding:
         parsed.note(
-            f"--{named('sharding_parallel_degree')} {parallel.sharding_parallel_degree} has no effect without "
-            f"--{named('sharding')} stage1, stage2 or stage3"
+            f"{named('sharding_parallel_degree')} {parallel.sharding_parallel_degree} has no effect without "
+            f"{named('sharding')} stage1, stage2 or stage3"
         )
     shares = sharing(parallel)
     left = max(dims.data // shares, 1)
@@ -103,7 +103,7 @@ def name_auto_parallel(parsed: Parsed) -> None:
     chosen = [name for name in LAYOUT if parsed.sources[name].origin in (Origin.CLI, Origin.OVERRIDE)]
     parsed.sources |= dict.fromkeys(chosen, Source(Origin.CLI, "--auto_parallel"))
     values = ", ".join(f"{name} {shown(parsed.value(name))}" for name in chosen)
-    parsed.note(f"--{named('auto_parallel')} takes {values}")
+    parsed.note(f"{named('auto_parallel')} takes {values}")
 
 
 def derive_batch(parsed: Parsed, dims: ParallelDims, *, global_evaluation: bool) -> None:
@@ -160,7 +160,7 @@ def derive_evaluations(parsed: Parsed) -> None:
     if training.evaluation_strategy in (None, "no") and training.do_eval and training.do_train:
         if training.evaluation_strategy == "no":
             parsed.note(
-                f"--{named('evaluation_strategy')} no is overruled by --{named('do_eval')}: evaluation happens every "
+                f"{named('evaluation_strategy')} no is overruled by {named('do_eval')}: evaluation happens every "
                 "eval_steps"
             )
         training = parsed.put(replace(training, evaluation_strategy="steps"), derived("do_eval"))
@@ -177,7 +177,7 @@ def derive_evaluations(parsed: Parsed) -> None:
         and training.eval_steps
     ):
         parsed.note(
-            f"--{named('eval_steps')} {training.eval_steps:g} has no effect: evaluation is off (--{named('do_eval')})"
+            f"{named('eval_steps')} {training.eval_steps:g} has no effect: evaluation is off ({named('do_eval')})"
         )
     if training.disable_tqdm is None:
         training = parsed.put(replace(training, disable_tqdm=False))
@@ -215,7 +215,7 @@ def _derive_warmup(parsed: Parsed, training: TrainingArguments, steps: int) -> T
     if warmup > 0:
         for name, value in (("warmup_ratio", ratio), ("warmup_fraction", fraction)):
             if value:
-                parsed.note(f"--{named(name)} {value:g} has no effect: {named('warmup_steps')} {warmup:g} wins")
+                parsed.note(f"{named(name)} {value:g} has no effect: {named('warmup_steps')} {warmup:g} wins")
         if warmup < 1:
             return parsed.put(replace(training, warmup_steps=math.ceil(steps * warmup)), _share(warmup, steps))
     elif ratio:

@@ -57,22 +57,22 @@ def take_trained(parsed: Parsed) -> None:
     if is_named and not _is_start(model.model_name_or_path or "", folder, trained, start):
         parsed.note(
             f"{model.model_name_or_path} is evaluated, not the model trained in {folder}; leave "
-            f"--{named('model_name_or_path')} out to evaluate that one"
+            f"{named('model_name_or_path')} out to evaluate that one"
         )
         return
     what = "its model with the adapters" if adapters else "the model"
     unfinished = "" if trained == folder else f"; the run has not ended, its newest checkpoint is {trained.name}"
-    parsed.note(f"{what} trained in {folder} is evaluated, as nothing is trained (--{named('do_train')}){unfinished}")
+    parsed.note(f"{what} trained in {folder} is evaluated, as nothing is trained ({named('do_train')}){unfinished}")
     if not adapters:
         parsed.put(replace(model, model_name_or_path=str(trained)), TRAINED)
         if lora.lora:
             parsed.put(replace(lora, lora=False), TRAINED)
-            parsed.note(f"--{named('lora')} has no effect: {trained} holds a whole model, no adapters")
+            parsed.note(f"{named('lora')} has no effect: {trained} holds a whole model, no adapters")
         return
     parsed.put(replace(lora, lora_path=str(trained)), TRAINED)
     if not is_named:
         if not start:
-            raise GptlmError(f"the adapters in {trained} do not name their model: give --{named('model_name_or_path')}")
+            raise GptlmError(f"the adapters in {trained} do not name their model: give {named('model_name_or_path')}")
         parsed.put(replace(model, model_name_or_path=start), derived("the model of the adapters in output_dir"))
 
 
@@ -98,7 +98,7 @@ def find_start(parsed: Parsed) -> ModelSource:
     """The model to fine-tune. Raises UsageError as `find_model`, and if sizes alone are given."""
     source = find_model(parsed)
     if source.shape is None:
-        raise UsageError(f"fine-tuning needs a model with weights: give --{named('model_name_or_path')}")
+        raise UsageError(f"fine-tuning needs a model with weights: give {named('model_name_or_path')}")
     return source
 
 
@@ -126,7 +126,7 @@ def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Proble
     folder = Path(lora.lora_path)
     if not lora.lora:
         lora = parsed.put(replace(lora, lora=True), derived("lora_path"))
-        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, --{named('lora')} is on")
+        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, {named('lora')} is on")
     if printing and not folder.is_dir():
         parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
         return []
@@ -166,10 +166,10 @@ def derive_fine_tuning(parsed: Parsed) -> None:
         parsed.put(replace(model, continue_training=True), derived("fine-tuning"))
     for name in LORA_ONLY if not lora.lora else ():
         if not parsed.is_default(name):
-            parsed.note(f"--{named(name)} has no effect: there are no adapters without --{named('lora')}")
+            parsed.note(f"{named(name)} has no effect: there are no adapters without {named('lora')}")
     if data.eval_dataset_name_or_path and not training.do_eval:
         parsed.note(
-            f"--{named('eval_dataset_name_or_path')} {data.eval_dataset_name_or_path} has no effect: do_eval is off"
+            f"{named('eval_dataset_name_or_path')} {data.eval_dataset_name_or_path} has no effect: do_eval is off"
         )
     if lora.lora_alpha is None and lora.lora_rank > 0:
         rule = derived("2 x lora_rank", recomputed=True)
@@ -188,9 +188,9 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
     model, data, lora = parsed[ModelArguments], parsed[SftArguments], parsed[LoraArguments]
     training = parsed[TrainingArguments]
     if training.do_predict and not (training.do_train or training.do_eval):
-        yield Problem("do_predict", f"alone: fine-tuning data has no test split; use --{named('do_eval')}")
+        yield Problem("do_predict", f"alone: fine-tuning data has no test split; use {named('do_eval')}")
     elif training.do_predict:
-        parsed.note(f"--{named('do_predict')} has no effect: fine-tuning data has no test split")
+        parsed.note(f"{named('do_predict')} has no effect: fine-tuning data has no test split")
     if not model.continue_training:
         yield Problem(
             "continue_training",
@@ -203,7 +203,7 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
         output = training.output_dir or "OUTPUT_DIR"
         yield Problem(
             "merge_weights",
-            f"merges the adapters that a run trains, this one trains none: add --{named('do_train')}, or merge those "
+            f"merges the adapters that a run trains, this one trains none: add {named('do_train')}, or merge those "
             f"in {output} with scripts/merge_lora.py --lora_path {output} --output_path {output}/merged",
         )
     width = source.shape.hidden_size if source and source.shape else 0
@@ -230,16 +230,16 @@ def _paddle_compat_problems(parsed: Parsed, data: SftArguments) -> Iterator[Prob
     if data.zero_padding:
         yield Problem(
             "paddle_compat",
-            f"pads every example on the left, --{named('zero_padding')} packs without padding; use one",
+            f"pads every example on the left, {named('zero_padding')} packs without padding; use one",
         )
     if data.truncation_side == "left" and not parsed.is_default("truncation_side"):
         yield Problem(
             "truncation_side",
-            f"left: --{named('paddle_compat')} cuts the end of prompts, as the original does; leave it out",
+            f"left: {named('paddle_compat')} cuts the end of prompts, as the original does; leave it out",
         )
     if data.allow_special_tokens:
         parsed.note(
-            f"--{named('allow_special_tokens')} has no effect: --{named('paddle_compat')} always does, as the original"
+            f"{named('allow_special_tokens')} has no effect: {named('paddle_compat')} always does, as the original"
         )
 
 
@@ -251,7 +251,7 @@ def _metric_problems(training: TrainingArguments, data: SftArguments) -> Iterato
     if metric in GENERATED and (not data.eval_with_do_generation or data.generate_num == 0):
         yield Problem(
             "metric_for_best_model",
-            f"{metric} compares generated texts; use --{named('eval_with_do_generation')} 1",
+            f"{metric} compares generated texts; use {named('eval_with_do_generation')} 1",
         )
     if metric in known and training.greater_is_better != (metric in MORE_IS_BETTER):
         better = "more" if metric in MORE_IS_BETTER else "less"

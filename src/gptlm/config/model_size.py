@@ -56,7 +56,7 @@ def find_model(parsed: Parsed) -> ModelSource:
     missing = [size for size, value in sizes.items() if value is None]
     if name is None or (parsed.is_default("model_name_or_path") and not missing):
         if missing:
-            raise UsageError(f"without a model name {', '.join(f'--{named(size)}' for size in missing)} must be given")
+            raise UsageError(f"without a model name {', '.join(f'{named(size)}' for size in missing)} must be given")
         return ModelSource("flags", Source(Origin.CLI, "the size flags"))
     path = Path(name)
     if path.is_dir():
@@ -97,8 +97,8 @@ def derive_shape(parsed: Parsed, source: ModelSource, length_flag: str) -> Shape
             parsed.set(name, 4 * parsed.value("hidden_size"), FOUR_TIMES)
         elif continuing and given != own:
             raise UsageError(
-                f"--{named(name)} {given} contradicts the weights of {parsed[ModelArguments].model_name_or_path} "
-                f"({own}); leave it out, or train from random weights with --{named('continue_training')} 0"
+                f"{named(name)} {given} contradicts the weights of {parsed[ModelArguments].model_name_or_path} "
+                f"({own}); leave it out, or train from random weights with {named('continue_training')} 0"
             )
     width = parsed.value("hidden_size")
     if base and parsed.sources["intermediate_size"] == source.origin and width != base.hidden_size:
@@ -109,7 +109,7 @@ def derive_shape(parsed: Parsed, source: ModelSource, length_flag: str) -> Shape
     shape = Shape(**{name: parsed.value(name) for name in (*SIZES, "vocab_size", "max_position_embeddings")})
     for name, size in asdict(shape).items():
         if size < 1:
-            raise UsageError(f"--{named(name)} {size}: expected at least 1")
+            raise UsageError(f"{named(name)} {size}: expected at least 1")
     heads = shape.num_attention_heads
     if shape.hidden_size % heads:
         raise UsageError(
@@ -124,7 +124,7 @@ def _derive_vocabulary(parsed: Parsed, source: ModelSource) -> None:
     given, continuing = model.vocab_size, model.continue_training
     if given is not None:
         if continuing and base is not None and given < base:
-            raise UsageError(f"--{named('vocab_size')} {given} is below the {base} rows of the weights; leave it out")
+            raise UsageError(f"{named('vocab_size')} {given} is below the {base} rows of the weights; leave it out")
         return
     entries = _tokenizer_entries(parsed)
     if base is not None and (continuing or entries is None or base >= _rounded(entries)):
@@ -163,18 +163,18 @@ def _derive_positions(parsed: Parsed, source: ModelSource, length_flag: str) -> 
             positions, origin = base, source.origin
         parsed.put(replace(model, max_position_embeddings=positions), origin)
     elif model.continue_training and given != base:
-        raise UsageError(f"--{named('max_position_embeddings')} {given} contradicts the weights ({base}); leave it out")
+        raise UsageError(f"{named('max_position_embeddings')} {given} contradicts the weights ({base}); leave it out")
     else:
         positions = given
     if length > positions:
         remedy = (
-            f"random weights with a longer table (--{named('continue_training')} 0)"
+            f"random weights with a longer table ({named('continue_training')} 0)"
             if model.continue_training
-            else f"--{named('max_position_embeddings')} {length}"
+            else f"{named('max_position_embeddings')} {length}"
         )
         raise UsageError(
             f"{named(length_flag)} {length} is longer than the position table of {positions}; use "
-            f"--{named(length_flag)} {positions}, or {remedy}"
+            f"{named(length_flag)} {positions}, or {remedy}"
         )
 
 
@@ -207,6 +207,4 @@ def drop_tokenizer_class(parsed: Parsed, flag: str, model: str | None) -> None:
         return
     parsed.set(flag, None, DEFAULT)
     if name not in GPT2_CLASSES:
-        parsed.note(
-            f"--{named(flag)} {name} has no effect: the files of {model or 'the model'} determine the tokenizer"
-        )
+        parsed.note(f"{named(flag)} {name} has no effect: the files of {model or 'the model'} determine the tokenizer")

@@ -21,7 +21,7 @@ class Problem:
     @property
     def marked(self) -> str:
         """The message, its flags marked for `errors.with_flags_shown`."""
-        return f"--{named(self.field)} {self.text}" if self.field else self.text
+        return f"{named(self.field)} {self.text}" if self.field else self.text
 
 
 def usage_error(problems: Iterable[Problem], typed: Mapping[str, str]) -> UsageError:

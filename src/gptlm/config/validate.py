@@ -88,7 +88,7 @@ def pretrain_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
         yield Problem(
             "document_masking",
             f"{masking} with {named('pipeline_parallel_degree')} {dims.pipeline}: stages send hidden states only, "
-            f"without documents; use --{named('tensor_parallel_degree')} instead, or {named('document_masking')} none",
+            f"without documents; use {named('tensor_parallel_degree')} instead, or {named('document_masking')} none",
         )
 
 
@@ -98,7 +98,7 @@ def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
         yield Problem(
             "tensor_parallel_degree",
             f"{dims.tensor} and {named('pipeline_parallel_degree')} {dims.pipeline}: fine-tuning is data-parallel "
-            f"only; use --{named('sharding')} stage3 for models that do not fit on one card",
+            f"only; use {named('sharding')} stage3 for models that do not fit on one card",
         )
 
 
@@ -125,7 +125,7 @@ def _training(parsed: Parsed) -> Iterator[Problem]:
     if ":" in training.device and world > 1:
         yield Problem(
             "device",
-            f"{training.device!r} is one card, there are {world} processes; use --{named('device')} gpu",
+            f"{training.device!r} is one card, there are {world} processes; use {named('device')} gpu",
         )
     for tracker in training.report_to:
         if tracker not in TRACKERS:
@@ -134,7 +134,7 @@ def _training(parsed: Parsed) -> Iterator[Problem]:
     if resume in ("false", "0", "no"):
         yield Problem(
             "resume_from_checkpoint",
-            f"{resume}: to start at step 0 give --{named('overwrite_output_dir')} or another --{named('output_dir')}",
+            f"{resume}: to start at step 0 give {named('overwrite_output_dir')} or another {named('output_dir')}",
         )
     if not (training.do_train or training.do_eval or training.do_predict):
         yield Problem(
@@ -171,7 +171,7 @@ def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     if not training.fp8:
         return
     if not training.bf16 or training.fp16_opt_level == "O0":
-        yield Problem("fp8", f"is for the products of bfloat16 training; give --{named('bf16')} with it")
+        yield Problem("fp8", f"is for the products of bfloat16 training; give {named('bf16')} with it")
     if dims.is_model_parallel:
         yield Problem(
             "fp8",
@@ -190,7 +190,7 @@ def _weights(parsed: Parsed, source: ModelSource) -> Iterator[Problem]:
         yield Problem(
             "continue_training",
             f"needs weights, {model.model_name_or_path} {lack}; give a folder with model.safetensors, or start from "
-            f"random weights with --{named('continue_training')} 0",
+            f"random weights with {named('continue_training')} 0",
         )
 
 
@@ -286,8 +286,8 @@ def _groups(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem
         f"unreasonable config of dist_strategy.\n  {named('data_parallel_degree')} {groups} x "
         f"{named('sharding_parallel_degree')} {shares} x {named('tensor_parallel_degree')} {dims.tensor} x "
         f"{named('pipeline_parallel_degree')} {dims.pipeline} = {needed} is not the number of processes "
-        f"({dims.world}); launch {needed} (--{named('world_size')} {needed} with --print_config), leave "
-        f"{named('data_parallel_degree')} out, or add --{named('adapt_dp')}",
+        f"({dims.world}); launch {needed} ({named('world_size')} {needed} with --print_config), leave "
+        f"{named('data_parallel_degree')} out, or add {named('adapt_dp')}",
     )
 
 
@@ -320,13 +320,13 @@ def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
     if model.initializer_range is not None and model.continue_training:
         note(f"{named('initializer_range')} has no effect: the weights are loaded")
     if training.no_recompute_layers and not training.recompute:
-        note(f"--{named('no_recompute_layers')} has no effect: recompute is off")
+        note(f"{named('no_recompute_layers')} has no effect: recompute is off")
     if parsed.given("recompute_granularity") and not training.recompute:
         note(f"{named('recompute_granularity')} has no effect: recompute is off")
     if training.fp16_opt_level == "O0" and (training.fp16 or training.bf16):
-        note(f"--{named('fp16_opt_level')} O0 switches mixed precision off: the run is float32")
+        note(f"{named('fp16_opt_level')} O0 switches mixed precision off: the run is float32")
     if training.amp_master_grad and training.fp16_opt_level != "O2":
-        note(f"--{named('amp_master_grad')} has no effect: gradients are float32 unless the level is O2")
+        note(f"{named('amp_master_grad')} has no effect: gradients are float32 unless the level is O2")
     lowest, highest = training.min_learning_rate, training.learning_rate
     if lowest > highest:
         note(
@@ -337,16 +337,16 @@ def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
     if 0 < steps < warmup:
         note(f"{named('warmup_steps')} {warmup:g} is above {named('max_steps')} {steps}: warm-up never ends")
     if "none" in training.report_to and len(training.report_to) > 1:
-        note(f"--{named('report_to')} {' '.join(training.report_to)}: none wins")
+        note(f"{named('report_to')} {' '.join(training.report_to)}: none wins")
     if "autonlp" in training.report_to:
-        note(f"--{named('report_to')} autonlp has no effect: the service is gone")
+        note(f"{named('report_to')} autonlp has no effect: the service is gone")
     if training.load_best_model_at_end and not training.do_train:
-        note(f"--{named('load_best_model_at_end')} has no effect: do_train is off")
+        note(f"{named('load_best_model_at_end')} has no effect: do_train is off")
     wanted = [parsed.typed_as(name) for name in FOR_TRAINING if name in parsed.typed]
     if wanted and not training.do_train and parsed.is_default("do_train"):
         only = named("do_eval" if training.do_eval else "do_predict")
         note(
-            f"nothing is trained, although {', '.join(wanted)} is given: --{only} without --{named('do_train')} only "
+            f"nothing is trained, although {', '.join(wanted)} is given: {only} without {named('do_train')} only "
             "evaluates"
         )
 
@@ -354,25 +354,25 @@ def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
 def _log_parallel(parsed: Parsed, dims: ParallelDims) -> None:
     parallel, note = parsed[ParallelArguments], parsed.note
     if parallel.sharding and dims.data == 1 and "offload" not in parallel.sharding:
-        note(f"--{named('sharding')} {parallel.sharding} has no effect: there is one replica, nothing to share")
+        note(f"{named('sharding')} {parallel.sharding} has no effect: there is one replica, nothing to share")
     elif parallel.sharding and parallel.sharding_parallel_degree == 1 and dims.data > 1:
-        note(f"--{named('sharding')} {parallel.sharding} with {named('sharding_parallel_degree')} 1 shards nothing")
+        note(f"{named('sharding')} {parallel.sharding} with {named('sharding_parallel_degree')} 1 shards nothing")
     if parallel.sequence_parallel and dims.tensor == 1:
         note(
-            f"--{named('sequence_parallel')} has no effect: it splits inside the tensor-parallel group, and that has "
+            f"{named('sequence_parallel')} has no effect: it splits inside the tensor-parallel group, and that has "
             "one process"
         )
     if parallel.virtual_pp_degree > 1 and dims.pipeline == 1:
         note(
-            f"--{named('virtual_pp_degree')} {parallel.virtual_pp_degree} has no effect: "
+            f"{named('virtual_pp_degree')} {parallel.virtual_pp_degree} has no effect: "
             f"{named('pipeline_parallel_degree')} is 1"
         )
     for name in PARALLEL_WORDS:
         words = parsed.value(name).strip()
         if words:
-            note(f"--{named(name)} {words!r} has no effect: these switch optimizations of PaddlePaddle")
+            note(f"{named(name)} {words!r} has no effect: these switch optimizations of PaddlePaddle")
     if parsed.given("auto_parallel_memory") and not parallel.auto_parallel:
-        note(f"{named('auto_parallel_memory')} has no effect without --{named('auto_parallel')}")
+        note(f"{named('auto_parallel_memory')} has no effect without {named('auto_parallel')}")
 
 
 def check_readable(flag: str, path: str | None) -> None:
@@ -381,4 +381,4 @@ def check_readable(flag: str, path: str | None) -> None:
         if path:
             open(path, "rb").close()
     except OSError as error:
-        raise GptlmError(f"cannot read --{named(flag)} {path}: {error.strerror}") from error
+        raise GptlmError(f"cannot read {named(flag)} {path}: {error.strerror}") from error

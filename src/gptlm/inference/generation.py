@@ -116,7 +116,7 @@ def check_rows(
         if len(row) >= positions:
             raise GptlmError(
                 f"{name}: the prompt of {len(row)} tokens fills the position table of {positions}; shorten it, or "
-                f"give --{named('src_length')} {positions // 2}"
+                f"give {named('src_length')} {positions // 2}"
             )
     short = [name for name, row in zip(names, rows, strict=True) if len(row) > positions - wanted]
     if short:

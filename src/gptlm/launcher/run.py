@@ -79,8 +79,8 @@ def launch(plan: LaunchPlan) -> int:
             passing = tempfile.TemporaryDirectory(prefix=".torchrun-", dir=plan.log_dir, ignore_cleanup_errors=True)
         except OSError as error:
             raise GptlmError(
-                f"--{named('log_dir')} {plan.log_dir} cannot be written to ({error.strerror}); give another "
-                f"--{named('log_dir')}"
+                f"{named('log_dir')} {plan.log_dir} cannot be written to ({error.strerror}); give another "
+                f"{named('log_dir')}"
             ) from error
         torchrun_dir = Path(stack.enter_context(passing)).absolute()
         logs = [plan.log_dir / f"workerlog.{rank}" for rank in range(plan.processes)]

@@ -147,6 +147,4 @@ def _check_free(host: str, port: int) -> None:
         socket.create_server((host, port)).close()
     except OSError as error:
         reason = str(error).split(" (while")[0]
-        raise GptlmError(
-            f"the page cannot listen on {host}:{port} ({reason}); give another --{named('port')}"
-        ) from error
+        raise GptlmError(f"the page cannot listen on {host}:{port} ({reason}); give another {named('port')}") from error

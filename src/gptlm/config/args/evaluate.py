@@ -159,11 +159,11 @@ def _settle_task(parsed: Parsed) -> None:
     values = parsed.values
     task, cloze = values["task"], values["cloze_eval"]
     if task is None and cloze is None:
-        raise UsageError(f"--{named('task')} is missing: one of {', '.join(TASKS)}")
+        raise UsageError(f"{named('task')} is missing: one of {', '.join(TASKS)}")
     if task is not None and cloze is not None and (task == "LAMBADA") != cloze:
         raise UsageError(
-            f"--{named('task')} {task} and --{named('cloze_eval')} {str(cloze).lower()} name different tasks; give "
-            f"--{named('task')} alone"
+            f"{named('task')} {task} and {named('cloze_eval')} {str(cloze).lower()} name different tasks; give "
+            f"{named('task')} alone"
         )
     values["task"] = task or ("LAMBADA" if cloze else "WIKITEXT103")
     if values["detokenizer"] == "auto":
@@ -174,29 +174,29 @@ def _missing(parsed: Parsed, printing: bool) -> Iterator[str]:
     """Flags that the task needs, and given ones that another task needs."""
     values = parsed.values
     if not values["model_name_or_path"] and not printing:
-        yield f"--{named('model_name_or_path')} is missing: the folder of a trained model"
+        yield f"{named('model_name_or_path')} is missing: the folder of a trained model"
     if values["task"] == "DATA":
         if not values["input_dir"]:
-            yield f"--{named('input_dir')} is missing: the prefix of the token files"
+            yield f"{named('input_dir')} is missing: the prefix of the token files"
         if values["eval_path"]:
             yield (
-                f"--{named('eval_path')} is a text, --{named('task')} DATA scores token files: give "
-                f"--{named('input_dir')}, or --{named('task')} TEXT"
+                f"{named('eval_path')} is a text, {named('task')} DATA scores token files: give "
+                f"{named('input_dir')}, or {named('task')} TEXT"
             )
         if wrong := bad_split(values["split"]):
             yield Problem("split", wrong).marked
     else:
         if not values["eval_path"]:
-            yield f"--{named('eval_path')} is missing: the file --{named('task')} {values['task']} reads"
+            yield f"{named('eval_path')} is missing: the file {named('task')} {values['task']} reads"
         if values["input_dir"]:
             yield (
-                f"--{named('input_dir')} names token files, --{named('task')} {values['task']} reads a text: give "
-                f"--{named('task')} DATA"
+                f"{named('input_dir')} names token files, {named('task')} {values['task']} reads a text: give "
+                f"{named('task')} DATA"
             )
         elif values["task"].startswith("WIKITEXT") and holds_records(values["eval_path"] or ""):
             yield (
-                f"--{named('task')} {values['task']} reads a whole file as one text, {values['eval_path']} holds "
-                f"records: give --{named('task')} TEXT, which reads the texts in them"
+                f"{named('task')} {values['task']} reads a whole file as one text, {values['eval_path']} holds "
+                f"records: give {named('task')} TEXT, which reads the texts in them"
             )
     _note_other_tasks(parsed)
 
@@ -218,11 +218,9 @@ def _note_other_tasks(parsed: Parsed) -> None:
 def _device(parsed: Parsed, processes: int) -> Iterator[str]:
     device = parsed.values["device"]
     if ":" in device and processes > 1:
-        yield (
-            f"--{named('device')} {device!r} is one card, there are {processes} processes; use --{named('device')} gpu"
-        )
+        yield (f"{named('device')} {device!r} is one card, there are {processes} processes; use {named('device')} gpu")
     if parsed.values["fp16"] and parsed.values["bf16"]:
-        yield f"--{named('fp16')} and --{named('bf16')} exclude each other; give one"
+        yield f"{named('fp16')} and {named('bf16')} exclude each other; give one"
 
 
 def _shape(name: str, lora_path: str | None) -> Shape:
@@ -256,8 +254,7 @@ def _sizes(parsed: Parsed, shape: Shape) -> Iterator[str]:
         given = parsed.values[name]
         if given is not None and given != own:
             yield (
-                f"--{named(name)} {given}: the model {parsed.values['model_name_or_path']} has {own}; leave the flag "
-                "out"
+                f"{named(name)} {given}: the model {parsed.values['model_name_or_path']} has {own}; leave the flag out"
             )
 
 
@@ -267,18 +264,18 @@ def _lengths(parsed: Parsed, shape: Shape) -> Iterator[str]:
     given = {values[name] for name in ("max_seq_length", "seq_length")} - {None}
     if len(given) > 1:
         yield (
-            f"--{named('max_seq_length')} {values['max_seq_length']} and --{named('seq_length')} "
+            f"{named('max_seq_length')} {values['max_seq_length']} and {named('seq_length')} "
             f"{values['seq_length']} differ; give one"
         )
         return
     length = values["max_seq_length"] = given.pop() if given else min(positions, LONGEST_DEFAULT)
     if length > positions:
         yield (
-            f"--{named('max_seq_length')} {length}: the model {values['model_name_or_path']} has a position table of "
+            f"{named('max_seq_length')} {length}: the model {values['model_name_or_path']} has a position table of "
             f"{positions}; give {positions} or less"
         )
     step = values["overlapping_eval"]
     if step is None or (step > length and parsed.is_default("overlapping_eval")):
         values["overlapping_eval"] = length
     elif step > length and values["task"] != "LAMBADA":
-        yield f"--{named('overlapping_eval')} {step}: expected 1 to {named('max_seq_length')} ({length})"
+        yield f"{named('overlapping_eval')} {step}: expected 1 to {named('max_seq_length')} ({length})"

@@ -125,7 +125,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
         problems += parsed.refusals
     if not parsed.values["model_name_or_path"]:
         missing = (
-            f"{parsed.typed_as('model_name_or_path')} is empty: give --{named('model_name_or_path')}, the folder of a "
+            f"{parsed.typed_as('model_name_or_path')} is empty: give {named('model_name_or_path')}, the folder of a "
             "model"
         )
         if not printing:
@@ -157,13 +157,13 @@ def _ranges(parsed: Parsed) -> Iterator[str]:
     if values["min_new_tokens"] > max(values["tgt_length"], 0):
         default = "" if "tgt_length" in parsed.typed else ", its default"
         yield (
-            f"--{named('min_new_tokens')} {values['min_new_tokens']}: expected at most --{named('tgt_length')} "
+            f"{named('min_new_tokens')} {values['min_new_tokens']}: expected at most {named('tgt_length')} "
             f"({values['tgt_length']}{default})"
         )
     if values["do_sample"] and not 1e-4 <= values["temperature"] <= 1e4:
         yield (
-            f"--{named('temperature')} {values['temperature']:g}: expected 0.0001 to 10000; leave "
-            f"--{named('do_sample')} out for greedy"
+            f"{named('temperature')} {values['temperature']:g}: expected 0.0001 to 10000; leave "
+            f"{named('do_sample')} out for greedy"
         )
 
 
@@ -176,44 +176,44 @@ def _strategy(parsed: Parsed) -> Iterator[str]:
         parsed.set("do_sample", True, Source(Origin.DERIVED, "decode_strategy"))
     if values["do_sample"] != (strategy == "sampling"):
         yield (
-            f"--{named('decode_strategy')} {strategy} and --{named('do_sample')} {shown(values['do_sample'])} "
+            f"{named('decode_strategy')} {strategy} and {named('do_sample')} {shown(values['do_sample'])} "
             "contradict each other; use one"
         )
     if strategy == "beam_search" and values["num_beams"] < 2:
-        yield f"--{named('decode_strategy')} beam_search needs --{named('num_beams')} of 2 or more"
+        yield f"{named('decode_strategy')} beam_search needs {named('num_beams')} of 2 or more"
     if strategy == "greedy_search" and values["num_beams"] > 1:
         yield (
-            f"--{named('decode_strategy')} greedy_search has one beam, --{named('num_beams')} {values['num_beams']} "
+            f"{named('decode_strategy')} greedy_search has one beam, {named('num_beams')} {values['num_beams']} "
             "is given; use one"
         )
 
 
 def _combinations(values: Mapping[str, Any]) -> Iterator[str]:
     if values["prompt"] and values["input_file"]:
-        yield f"--{named('prompt')} and --{named('input_file')} both give prompts; use one"
+        yield f"{named('prompt')} and {named('input_file')} both give prompts; use one"
     if values["bf16"] and values["fp16"]:
-        yield f"--{named('bf16')} and --{named('fp16')} are both given; use one"
+        yield f"{named('bf16')} and {named('fp16')} are both given; use one"
     copies, beams = values["num_return_sequences"], values["num_beams"]
     if copies > 1 and not values["do_sample"] and beams == 1:
         yield (
-            f"--{named('num_return_sequences')} {copies}: greedy search finds one; add --{named('do_sample')} or "
-            f"--{named('num_beams')} {copies}"
+            f"{named('num_return_sequences')} {copies}: greedy search finds one; add {named('do_sample')} or "
+            f"{named('num_beams')} {copies}"
         )
     elif copies > beams > 0 and not values["do_sample"]:  # num_beams below 1 is refused on its own
         yield (
-            f"--{named('num_return_sequences')} {copies} is more than --{named('num_beams')} {beams}; raise "
-            f"--{named('num_beams')} or add --{named('do_sample')}"
+            f"{named('num_return_sequences')} {copies} is more than {named('num_beams')} {beams}; raise "
+            f"{named('num_beams')} or add {named('do_sample')}"
         )
     elif copies > beams > 1:
         yield (
-            f"--{named('num_return_sequences')} {copies} is more than --{named('num_beams')} {beams}; raise "
-            f"--{named('num_beams')}"
+            f"{named('num_return_sequences')} {copies} is more than {named('num_beams')} {beams}; raise "
+            f"{named('num_beams')}"
         )
     if values["serve"]:
         given = [name for name in ("prompt", "input_file", "output_file") if values[name]]
         given += [name for name in ("num_beams", "num_return_sequences") if values[name] > 1]
         if given:
             yield (
-                f"--{named('serve')} shows one continuation of what is typed as it is made; leave out "
+                f"{named('serve')} shows one continuation of what is typed as it is made; leave out "
                 f"--{' --'.join(given)}"
             )

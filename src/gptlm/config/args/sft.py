@@ -91,7 +91,7 @@ def parse_merge(argv: Sequence[str]) -> MergeArguments:
 def resolve_merge(argv: Sequence[str]) -> Parsed:
     """The command with everything filled in. Raises UsageError listing everything that is wrong."""
     parsed = parse(MERGE, argv)
-    missing = [f"--{named(name)} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
+    missing = [f"{named(name)} is missing" for name in ("lora_path", "output_path") if not parsed.values[name]]
     if missing:
         raise UsageError("\n".join(missing))
     take_external_model(parsed)

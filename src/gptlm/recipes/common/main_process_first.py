@@ -35,7 +35,7 @@ def waits_limited(seconds: int) -> Iterator[None]:
             raise
         raise GptlmError(
             f"another process let this one wait longer than {seconds} s: it is still at work (an index, a checkpoint) "
-            f"or has ended; if it only needs time, give more seconds with --{named('ddp_timeout')}"
+            f"or has ended; if it only needs time, give more seconds with {named('ddp_timeout')}"
         ) from error
 
 
@@ -73,5 +73,5 @@ def _wait(store: dist.Store, key: str, what: str, first: int, seconds: int) -> N
             raise
         raise GptlmError(
             f"rank {first} makes {what} for longer than {seconds} s, and this process waits no longer; give more "
-            f"seconds with --{named('ddp_timeout')}, or make it ahead with gptlm data index"
+            f"seconds with {named('ddp_timeout')}, or make it ahead with gptlm data index"
         ) from error
