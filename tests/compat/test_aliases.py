@@ -185,10 +185,10 @@ BASE = "--input_dir d --output_dir o --max_steps 5"
         "--tensorboard-dir t --report_to wandb",
         "--tensorboard-dir t --report_to=wandb",
         "--num-layers 2 --tensorboard-dir t --report_to wandb",
-        "--dialect oneflow --logging_dir t --report_to wandb",
+        "--compat oneflow --logging_dir t --report_to wandb",
     ],
 )
-def test_trackers_that_are_given_win_over_a_dialect_s(words):
+def test_trackers_that_are_given_win_over_a_compat_mode_s(words):
     argv = f"{BASE} --hidden_size 32 --num_attention_heads 2 --num_hidden_layers 2 {words}".split()
     assert parse_pretrain(argv, {}).training.report_to == ["wandb"]
 
@@ -213,7 +213,7 @@ def test_megatron_s_words_for_wandb_say_what_to_type():
         ({"document_masking": "none", "reset_position_ids": True}, "document_masking", "none"),
     ],
 )
-def test_what_a_file_says_wins_over_a_dialect_s_defaults(tmp_path, content, flag, value):
+def test_what_a_file_says_wins_over_a_compat_mode_s_defaults(tmp_path, content, flag, value):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "output_dir": "o", "data_path": "d"}
     (tmp_path / "a.json").write_text(json.dumps(sizes | content))
     run = parse_pretrain([str(tmp_path / "a.json")], {})

@@ -1,4 +1,4 @@
-"""Megatron's and OneFlow's training commands, the configurations we ship, and one run in several dialects."""
+"""Megatron's and OneFlow's training commands, the configurations we ship, and one run in several compat modes."""
 
 import dataclasses
 import json
@@ -100,6 +100,7 @@ def test_megatron_has_its_own_defaults():
         ("--init-method-std 0.006", "initializer_range", 0.006),
         ("--tensorboard-dir tb", "report_to", ["tensorboard"]),
         ("--bf16", "bf16", True),
+        ("--compat oneflow", "lr_scheduler_type", "oneflow_cosine"),
         ("--dialect oneflow", "lr_scheduler_type", "oneflow_cosine"),
         ("--log_format paddlenlp", "log_format", "paddlenlp"),
     ],
@@ -248,14 +249,14 @@ def test_the_size_of_a_vocabulary_is_read_from_its_file(tmp_path):
     assert shown(f"{MEGATRON} --vocab-file {tmp_path}/vocab.json --merge-file m")["run"]["vocab_size"] == 1024
 
 
-def test_mixed_dialects_are_spoken_of_and_the_last_word_wins():
+def test_mixed_arguments_are_logged_and_the_last_one_wins():
     found = shown(f"{MEGATRON} --max_steps 7 --per_device_train_batch_size 2 --lr 3e-4 --learning_rate 2e-4")
     assert (found["run"]["max_steps"], found["run"]["per_device_train_batch_size"]) == (7, 2)
     assert found["run"]["learning_rate"] == 2e-4 and found["from"]["learning_rate"] == "--learning_rate"
     assert sum("arguments of several libraries are mixed" in note for note in found["notes"]) == 1
 
 
-# One run in three dialects -----------------------------------------------------------------------------------------
+# One run in three compat modes --------------------------------------------------------------------------------------
 
 PADDLE = (
     "--num_hidden_layers 2 --hidden_size 64 --num_attention_heads 2 --max_seq_length 128 --input_dir d --output_dir o "
@@ -298,7 +299,7 @@ def values(run):
     return {name: value for group in run.groups for name, value in dataclasses.asdict(group).items()}
 
 
-def test_three_dialects_one_run(tmp_path):
+def test_three_compat_modes_one_run(tmp_path):
     (tmp_path / "x.yaml").write_text(FLEETX)
     (tmp_path / "flat.yaml").write_text("\n".join(f"{w[0]}: {w[1]}" for w in pairs(PADDLE)))
     paddle = resolve(PADDLE)
@@ -420,7 +421,7 @@ def test_a_split_without_validation_is_not_evaluated():
     assert asked.training.do_eval and not any("are skipped" in note for note in asked.notes)
 
 
-def test_no_batch_is_no_evaluation_in_every_dialect():
+def test_no_batch_is_no_evaluation_in_every_compat_mode():
     ours = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --max_steps 5 --output_dir o --input_dir d"
     for words in (f"{TINY} --eval-iters 0", f"{ours} --do_eval --do_train --eval_iters 0", f"{ours} --eval_iters 0"):
         run = resolve(words, printing=False)

@@ -66,7 +66,10 @@ def test_what_is_left_open(given, micro, accumulation):
         ({"local": 8, "micro": 3}, "local_batch_size 8: 8 samples per replica are no multiple of "),
         ({"local": 8, "micro": 3}, "per_device_train_batch_size 3; the nearest that work are 6 and 9"),
         ({"total": 64, "micro": 3}, "the nearest that work are 48 and 72"),
-        ({"total": 64, "micro": 2, "accumulation": 3}, "2 x --gradient_accumulation_steps 3 = 6; leave one of them out"),
+        (
+            {"total": 64, "micro": 2, "accumulation": 3},
+            "2 x --gradient_accumulation_steps 3 = 6; leave one of them out",
+        ),
         ({"micro": 0}, "per_device_train_batch_size 0: expected at least 1"),
         ({"total": -8}, "global_batch_size -8: expected at least 1"),
     ],

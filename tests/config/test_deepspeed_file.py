@@ -93,7 +93,7 @@ def test_contradictions_name_what_was_typed(run, config, words, says):
 def test_levels_follow_the_file_unless_typed(run):
     assert run({"fp16": {"enabled": True}}, "--fp16").training.fp16_opt_level == "O2"
     assert run({"fp16": {"enabled": False}}, "--fp16").training.fp16_opt_level == "O1"
-    assert run({"fp16": {"enabled": False}}, "--dialect megatron --fp16").training.fp16_opt_level == "O1"
+    assert run({"fp16": {"enabled": False}}, "--compat megatron --fp16").training.fp16_opt_level == "O1"
     typed = run({"fp16": {"enabled": True}}, "--fp16 --fp16_opt_level O1")
     with pytest.raises(UsageError, match="--fp16 --fp16_opt_level O1"):
         check_file(typed)
