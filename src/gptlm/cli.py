@@ -40,7 +40,7 @@ from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, withou
 from gptlm.launcher.args import HELP as LAUNCH_HELP
 from gptlm.launcher.args import LAUNCH, parse_launch
 from gptlm.launcher.script import split_command
-from gptlm.model.adapter_files import base_and_adapters, settings_of
+from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.planner.args import PLAN, parse_plan, with_layout
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import is_launched, rank, world_size
@@ -88,7 +88,7 @@ def merge_lora(argv: Sequence[str]) -> None:
         print(resolve_merge(words).as_json())
         return
     arguments = with_conversions(lambda: parse_merge(words), _convert)
-    settings_of(Path(arguments.lora_path or ""))
+    read_adapter_config(Path(arguments.lora_path or ""))
     with logged_in(arguments.output_path):
         from gptlm.recipes.merge_lora import merge_lora as recipe
 

@@ -8,7 +8,14 @@ from transformers import AutoModelForCausalLM
 
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
-from gptlm.model.lora import StoredAdapters, add_adapters, load_adapters, merged, save_adapters
+from gptlm.model.lora import (
+    StoredAdapters,
+    add_adapters,
+    fingerprint_of,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
 
 IDS = torch.tensor([[1, 5, 499, 3, 498, 7], [9, 9, 2, 4, 8, 0]])
 TARGETS = ["c_attn", "c_proj", "c_fc"]
@@ -58,14 +65,14 @@ def test_adapters_of_stock_gpt2_are_read_here(tiny_model, tmp_path):
     ours = adapted(tiny_model, seed=9)
     load_adapters(ours, tmp_path / "a")
     assert torch.allclose(logits(stock), logits(ours), atol=1e-5)
-    assert torch.allclose(logits(stock), logits(merged(load_model(str(tiny_model)), tmp_path / "a")), atol=1e-4)
+    assert torch.allclose(logits(stock), logits(merge_adapters(load_model(str(tiny_model)), tmp_path / "a")), atol=1e-4)
 
 
 @pytest.mark.parametrize("new_tokens", [(), (498, 499)])
 def test_merged_equals_adapters_and_the_base_stays(tiny_model, tmp_path, new_tokens):
     before = load_file(tiny_model / "model.safetensors")
     model = adapted(tiny_model, new_tokens)
-    whole = merged(load_model(str(tiny_model)), save(model, tmp_path / "a"))
+    whole = merge_adapters(load_model(str(tiny_model)), save(model, tmp_path / "a"))
     assert torch.allclose(logits(whole), logits(model), atol=1e-4)
     whole.save_pretrained(tmp_path / "m")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
@@ -120,9 +127,40 @@ def test_adapters_that_do_not_fit(tiny_model, tmp_path):
         {name: value for name, value in stored.items() if ".h.1." not in name}, folder / "adapter_model.safetensors"
     )
     with pytest.raises(GptlmError, match=r"lack 8 tensors \(first: base_model.model.transformer.h.1"):
-        merged(load_model(str(tiny_model)), folder)
+        merge_adapters(load_model(str(tiny_model)), folder)
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 10)
     with pytest.raises(GptlmError, match="adapter_model.safetensors is damaged: it has 10 bytes"):
         StoredAdapters(folder)
     with pytest.raises(GptlmError, match="holds no adapters"):
-        merged(load_model(str(tiny_model)), tmp_path)
+        merge_adapters(load_model(str(tiny_model)), tmp_path)
+
+
+@pytest.fixture
+def stock(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+def test_copies_of_a_model_have_one_fingerprint(tiny_model, stock, tmp_path):
+    own = fingerprint_of(tiny_model)
+    stock.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    stock.transformer.save_pretrained(tmp_path / "body")  # names without "transformer."
+    stock.resize_token_embeddings(600)
+    stock.save_pretrained(tmp_path / "rows")
+    stock.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert own and {fingerprint_of(tmp_path / name) for name in ("shards", "body", "rows", "half")} == {own}
+
+
+def test_an_update_changes_the_fingerprint(tiny_model, stock, tmp_path):
+    """Each weight by a thousandth of itself: a short fine-tuning."""
+    with torch.no_grad():
+        for weight in stock.parameters():
+            weight.mul_(1.001)
+    stock.save_pretrained(tmp_path)
+    assert fingerprint_of(tmp_path) != fingerprint_of(tiny_model)
+
+
+def test_without_readable_safetensors_there_is_no_fingerprint(tmp_path):
+    assert fingerprint_of(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    assert fingerprint_of(tmp_path) is None

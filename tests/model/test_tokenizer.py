@@ -49,7 +49,7 @@ def test_gpt2_files_in_every_line_ending(files, trained):
 
 def test_bad_gpt2_files_are_named(files):
     vocabulary, merges = files
-    with pytest.raises(GptlmError, match="merges.txt is not valid JSON.*swapped"):
+    with pytest.raises(GptlmError, match="merges.txt is damaged: not valid JSON.*swapped"):
         load_gpt2_files(str(merges), str(vocabulary))
     good = merges.read_text()
     merges.write_text(good.rstrip("\n")[:-2] + "qqq\n")

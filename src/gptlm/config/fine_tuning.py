@@ -13,7 +13,7 @@ from gptlm.config.origin import Origin, Source, derived
 from gptlm.config.parser import Parsed, shown
 from gptlm.config.problem import Problem
 from gptlm.errors import GptlmError, UsageError, named
-from gptlm.model.adapter_files import check_fit, is_adapter, settings_of
+from gptlm.model.adapter_files import check_fit, is_adapter, read_adapter_config
 from gptlm.model.files import ADAPTER_CONFIG, has_weights
 from gptlm.model.presets import Shape
 
@@ -52,7 +52,7 @@ def take_trained(parsed: Parsed) -> None:
     if trained is None:
         return
     adapters = is_adapter(trained)
-    start = settings_of(trained).get("base_model_name_or_path") if adapters else None
+    start = read_adapter_config(trained).get("base_model_name_or_path") if adapters else None
     is_named = not parsed.is_default("model_name_or_path")
     if is_named and not _is_start(model.model_name_or_path or "", folder, trained, start):
         parsed.note(
@@ -130,7 +130,7 @@ def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Proble
     if printing and not folder.is_dir():
         parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
         return []
-    settings = settings_of(folder)
+    settings = read_adapter_config(folder)
     check_fit(folder, shape)
     odd = [key for key, plain in PLAIN.items() if settings.get(key) not in plain]
     if odd or not isinstance(settings.get("target_modules"), list):

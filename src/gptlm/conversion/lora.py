@@ -23,7 +23,7 @@ from gptlm.conversion.paddle.read import configuration, gpt2_name
 from gptlm.conversion.paddle.write import THEIRS, as_array
 from gptlm.conversion.source import first
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import settings_of
+from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from gptlm.model.safetensors_io import LazyTensors, save_tensors
 
@@ -102,7 +102,7 @@ def read_peft(folder: Path) -> Adapters:
     Raises:
         GptlmError: if files are missing or damaged, or the adapters are of another kind.
     """
-    settings = settings_of(folder)
+    settings = read_adapter_config(folder)
     for key, plain in PLAIN.items():
         if settings.get(key) not in plain:
             raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain ones are converted")

@@ -1,4 +1,4 @@
-"""The one way to a model and its tokenizer for use after training."""
+"""The one way to load a trained model and its tokenizer for inference."""
 
 from pathlib import Path
 
@@ -7,14 +7,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing
-from gptlm.model.adapter_files import base_and_adapters, base_hint, check_tensors, ends_of
+from gptlm.model.adapter_files import base_and_adapters, base_hint, check_tensors, read_eos_token_id
 from gptlm.model.build import load_model
-from gptlm.model.files import ADAPTER_WEIGHTS, CONV1D_WEIGHTS, PEFT_PREFIX, has_weights
+from gptlm.model.files import ADAPTER_WEIGHTS, CONFIG, CONV1D_WEIGHTS, PEFT_PREFIX, WEIGHTS, has_tokenizer, has_weights
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import model_folder
-from gptlm.model.lora import merged, warn_of_other_base
+from gptlm.model.lora import merge_adapters, warn_if_other_base
 from gptlm.model.safetensors_io import check_weights
-from gptlm.model.tokenizer import has_tokenizer, load_tokenizer
+from gptlm.model.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 
 def find_model(name: str, lora_path: str | None) -> tuple[str, str | None]:
@@ -30,78 +33,75 @@ def find_model(name: str, lora_path: str | None) -> tuple[str, str | None]:
     return model_folder(base, base_hint(adapters)), adapters
 
 
+def check_model_folder(source: str, lora_path: str | None = None) -> None:
+    """Raises GptlmError if `source` lacks weights or config.json: random weights are never used."""
+    folder = Path(source)
+    if has_weights(folder) and (folder / CONFIG).is_file():
+        return
+    lacks = CONFIG if has_weights(folder) else f"model weights ({WEIGHTS})"
+    advice = "the adapters' base model" if lora_path else "the output_dir of a training run"
+    raise GptlmError(f"{folder} holds no {lacks}; give {advice}")
+
+
+def tokenizer_folder(source: str, lora_path: str | None) -> str:
+    """The adapters' folder if it holds a tokenizer, which may have added tokens; else the model's."""
+    return lora_path if lora_path and has_tokenizer(Path(lora_path)) else source
+
+
 @doing("loading the model")
 def load_for_inference(
-    source: str, device: torch.device, *, dtype: torch.dtype = torch.float32, lora_path: str | None = None
+    source: str, device: torch.device = CPU, *, dtype: torch.dtype = torch.float32, lora_path: str | None = None
 ) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode on `device`, and its tokenizer.
 
     Args:
-        source: a folder that holds both.
-        dtype: of the weights in memory.
-        lora_path: a folder with adapters, which are added to the weights; a tokenizer in it is the one returned.
+        source: a folder with both.
+        dtype: of the weights in memory; adapters are added to them in float32.
+        lora_path: a folder with adapters to add to the weights, and perhaps a tokenizer.
 
     Raises:
-        GptlmError: if weights, tokenizer or adapters are missing; random weights are never used.
+        GptlmError: if weights, tokenizer or adapters are missing or damaged, or do not fit each other.
     """
-    folder = Path(source)
-    if not has_weights(folder) or not (folder / "config.json").is_file():
-        lacks = "config.json" if has_weights(folder) else "model weights (model.safetensors)"
-        raise GptlmError(f"{folder} holds no {lacks}; give the output_dir of a training run")
+    check_model_folder(source, lora_path)
+    check_weights(Path(source))
     if lora_path is None:
-        check_weights(folder)
         tokenizer = load_tokenizer(source)
         model = load_model(source, dtype=dtype)
     else:
-        model, tokenizer = load_adapted(source, Path(lora_path))
+        shapes = _low_rank_shapes(Path(lora_path))
+        warn_if_other_base(Path(lora_path), source)
+        tokenizer = load_tokenizer(tokenizer_folder(source, lora_path))
+        model = _with_adapters(load_model(source), Path(lora_path), shapes, len(tokenizer))
         model.to(dtype=dtype)  # type: ignore[call-arg]
-        model.name_or_path = f"{source} with the adapters in {lora_path}"  # in messages
+        model.name_or_path = f"{source} with the adapters in {lora_path}"  # for messages
     return model.eval().to(device), tokenizer
 
 
-EMBEDDINGS = ("wte.weight", "lm_head.weight")
-
-
-def load_adapted(source: str, adapters: Path) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
-    """The model in the folder `source` with `adapters` added to its float32 weights, and the tokenizer.
-
-    Raises:
-        GptlmError: if something is missing, or the two do not fit.
-    """
-    if not has_weights(Path(source)):
-        raise GptlmError(f"{source} holds no model weights (model.safetensors); give the adapters' base model")
-    check_weights(Path(source))
+def _low_rank_shapes(adapters: Path) -> dict[str, list[int]]:
+    """The shapes of the adapters' tensors by their names in the model."""
     shapes = {name.removeprefix(PEFT_PREFIX): shape for name, shape in check_tensors(adapters).items()}
-    whole = [name for name in shapes if name.endswith(CONV1D_WEIGHTS)]
-    if whole:  # stored (in, out) by stock GPT-2, and the square ones would fit the wrong way round
+    full = [name for name in shapes if name.endswith(CONV1D_WEIGHTS)]
+    if full:  # from stock GPT-2 they are (in, out); a square one would load into our (out, in) without an error
         raise GptlmError(
-            f"the adapters in {adapters} replace whole matrices ({whole[0]}); only low-rank adapters are added here, "
+            f"the adapters in {adapters} replace whole matrices ({full[0]}); only low-rank adapters are added here, "
             "merge these with PEFT"
         )
-    warn_of_other_base(adapters, source)
-    tokenizer = load_tokenizer(tokenizer_folder(source, adapters))
-    model = load_model(source)
-    ends = ends_of(adapters)
-    if ends is not None:
-        model.generation_config.eos_token_id = ends
-    _check_layers(model, shapes, adapters)
-    if any("wte.lora_" in name for name in shapes):  # adapters of the embedding leave the head as it is
+    return shapes
+
+
+def _with_adapters(model: GPTLMHeadModel, adapters: Path, shapes: dict[str, list[int]], entries: int) -> GPTLMHeadModel:
+    """`model` with `adapters` added to its weights; `entries` is the size of the tokenizer's vocabulary."""
+    eos_token_id = read_eos_token_id(adapters)
+    if eos_token_id is not None:
+        model.generation_config.eos_token_id = eos_token_id
+    modules = dict(model.named_modules())
+    targets = [name for name in shapes if ".lora_" in name]
+    missing = [name for name in targets if name.partition(".lora_")[0] not in modules]
+    if missing or not targets:  # PEFT ignores adapters of modules that the model lacks
+        what = f"the model has no place for {missing[0]}" if missing else f"{ADAPTER_WEIGHTS} holds none"
+        raise GptlmError(f"the adapters in {adapters} are of another model: {what}")
+    if any("wte.lora_" in name for name in shapes):  # they change the input embedding only: untie the head
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         model.config.tie_word_embeddings = False
     rows = [shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS)]
-    return merged(model, adapters, max(rows, default=len(tokenizer))), tokenizer
-
-
-def tokenizer_folder(source: str, adapters: Path) -> str:
-    """The adapters' own folder if it holds a tokenizer, else the model's."""
-    return str(adapters) if has_tokenizer(adapters) else source
-
-
-def _check_layers(model: GPTLMHeadModel, shapes: dict[str, list[int]], adapters: Path) -> None:
-    """PEFT passes over adapters of modules that the model lacks."""
-    known = dict(model.named_modules())
-    targets = {name: name.partition(".lora_")[0] for name in shapes if ".lora_" in name}
-    missing = [name for name, module in targets.items() if module not in known]
-    if missing or not targets:
-        what = f"the model has no place for {missing[0]}" if missing else f"{ADAPTER_WEIGHTS} holds none"
-        raise GptlmError(f"the adapters in {adapters} are of another model: {what}")
+    return merge_adapters(model, adapters, max(rows, default=entries))

@@ -1,22 +1,17 @@
-"""PEFT's folders of adapters: what their configuration says, and to which model they belong. No torch here."""
+"""PEFT's adapter folders: their configuration, tensor shapes and base model. This module does not import torch."""
 
-import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
-from gptlm.errors import GptlmError
-from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, has_weights
+from gptlm.errors import GptlmError, named
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, has_weights, read_json
 from gptlm.model.presets import Shape
 from gptlm.model.safetensors_io import tensor_shapes
 
-KINDS: dict[str, Any] = {
-    "r": int,
-    "lora_alpha": (int, float),
-    "target_modules": (list, str),
-}  # what LoRA's configuration must have
-PLACE = re.compile(r"\.h\.(?P<layer>\d+)\.(?P<matrix>[\w.]+)\.lora_A\.weight$")
+REQUIRED: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (list, str)}  # key -> types
+LORA_A = re.compile(r"\.h\.(?P<layer>\d+)\.(?P<matrix>[\w.]+)\.lora_A\.weight$")
 
 
 def is_adapter(folder: Path) -> bool:
@@ -24,27 +19,22 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not has_weights(folder)
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """The adapter configuration in `folder`.
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the LoRA adapters in `folder`.
 
     Raises:
-        GptlmError: if there is none, or it is not LoRA's.
+        GptlmError: if it is missing, damaged, or of another kind of adapters.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        there = "does not exist" if not folder.is_dir() else f"holds no adapters: {ADAPTER_CONFIG} is missing"
-        raise GptlmError(f"{folder} {there}; give the output_dir of a run with --lora, or another PEFT folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GptlmError(f"{path} is damaged ({error}); copy the folder again") from error
-    if not isinstance(config, dict):
-        raise GptlmError(f"{path} is damaged: it holds no JSON object; copy the folder again")
+        found = "does not exist" if not folder.is_dir() else f"holds no adapters: {ADAPTER_CONFIG} is missing"
+        raise GptlmError(f"{folder} {found}; give the output_dir of a run with --lora, or another PEFT folder")
+    config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
-    for key, kinds in KINDS.items():
+    for key, types in REQUIRED.items():
         value = config.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value == []:
+        if not isinstance(value, types) or isinstance(value, bool) or value == []:
             raise GptlmError(f"{path} is damaged: {key} is {value!r}; copy the folder again")
     if config["r"] < 1 or not math.isfinite(config["lora_alpha"]):
         raise GptlmError(
@@ -54,61 +44,32 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def check_tensors(folder: Path) -> dict[str, list[int]]:
-    """Name -> shape of the tensors of the adapters in `folder`.
+    """The shapes of the adapters' tensors by name.
 
     Raises:
-        GptlmError: if they cannot be read or are not those of the configuration: PEFT ignores what it does not name.
+        GptlmError: if the file is damaged, or does not match the configuration: PEFT ignores what that does not name.
     """
-    settings = settings_of(folder)
+    config = read_adapter_config(folder)
     shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
-    rank, targets = settings["r"], settings["target_modules"]
+    rank, targets = config["r"], config["target_modules"]
+    mismatch = f"the adapters in {folder} do not match their {ADAPTER_CONFIG}"
     for name, sizes in shapes.items():
-        found = PLACE.search(name)
-        if found is None:
+        if LORA_A.search(name) is None:
             continue
-        place = name.removesuffix(".lora_A.weight")
-        if isinstance(targets, list) and not any(place.endswith(f".{target}") for target in targets):
+        module = name.removesuffix(".lora_A.weight")
+        if isinstance(targets, list) and not any(module.endswith(f".{target}") for target in targets):
             raise GptlmError(
-                f"the adapters in {folder} do not match their {ADAPTER_CONFIG}: the file has {name}, target_modules is "
-                f"{' '.join(targets)}; copy the folder again"
+                f"{mismatch}: the file has {name}, target_modules is {' '.join(targets)}; copy the folder again"
             )
-        if not settings.get("rank_pattern") and sizes[:1] != [rank]:
-            raise GptlmError(
-                f"the adapters in {folder} do not match their {ADAPTER_CONFIG}: {name} is of rank {sizes[0]}, r is "
-                f"{rank}; copy the folder again"
-            )
+        if not config.get("rank_pattern") and sizes[:1] != [rank]:
+            raise GptlmError(f"{mismatch}: {name} is of rank {sizes[0]}, r is {rank}; copy the folder again")
     return shapes
 
 
-def base_of(folder: Path) -> str:
-    """The model that the adapters in `folder` name as theirs.
-
-    Raises:
-        GptlmError: if they name none.
-    """
-    base = settings_of(folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise GptlmError(
-            f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
-            f"--model_name_or_path BASE --lora_path {folder}"
-        )
-    return base
-
-
-def ends_of(folder: Path) -> int | list[int] | None:
-    """The ids that end an answer of the adapters' training, from their generation_config.json; None without one."""
-    try:
-        return json.loads((folder / GENERATION_CONFIG).read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise GptlmError(f"{folder / GENERATION_CONFIG} is damaged ({error}); copy the folder again") from error
-
-
 def check_fit(folder: Path, shape: Shape) -> None:
-    """Raises GptlmError if the adapters in `folder` are damaged, or of a model of another width or depth."""
+    """Raises GptlmError if the adapters in `folder` are damaged, or belong to a model of another width or depth."""
     for name, sizes in check_tensors(folder).items():
-        found = PLACE.search(name)
+        found = LORA_A.search(name)
         if found is None:
             continue
         if int(found["layer"]) >= shape.num_hidden_layers:
@@ -116,30 +77,51 @@ def check_fit(folder: Path, shape: Shape) -> None:
                 f"the adapters in {folder} are of another model: they have a layer {found['layer']}, this model has "
                 f"{shape.num_hidden_layers} from 0 on"
             )
-        if found["matrix"] != "mlp.c_proj" and sizes[1:] != [shape.hidden_size]:
+        if found["matrix"] != "mlp.c_proj" and sizes[1:] != [shape.hidden_size]:  # whose input is the inner width
             raise GptlmError(
                 f"the adapters in {folder} are of another model: {name} is {sizes}, this model is {shape.hidden_size} "
                 "wide"
             )
 
 
-def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None]:
-    """The model and the adapters that `--model_name_or_path name --lora_path lora_path` means.
+def read_eos_token_id(folder: Path) -> int | list[int] | None:
+    """The ids that end a response in the adapters' training, from generation_config.json; None without that file."""
+    path = folder / GENERATION_CONFIG
+    return read_json(path).get("eos_token_id") if path.exists() else None
 
-    A folder of adapters alone names its model itself.
+
+def base_model_of(folder: Path) -> str:
+    """The base model that the configuration of the adapters in `folder` names.
+
+    Raises:
+        GptlmError: if it names none.
+    """
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise GptlmError(
+            f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
+            f"--{named('model_name_or_path')} BASE --{named('lora_path')} {folder}"
+        )
+    return base
+
+
+def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None]:
+    """The base model and the adapters that `--model_name_or_path name --lora_path lora_path` means.
 
     Raises:
         GptlmError: if both are adapters, or the adapters' configuration cannot be read.
     """
-    if not is_adapter(Path(name)):
+    if is_adapter(Path(name)):
         if lora_path:
-            settings_of(Path(lora_path))
-        return name, lora_path
+            raise GptlmError(
+                f"{name} and --{named('lora_path')} {lora_path} are both adapters; merge one with scripts/merge_lora.py"
+            )
+        return base_model_of(Path(name)), name
     if lora_path:
-        raise GptlmError(f"{name} and --lora_path {lora_path} are both adapters; merge one with scripts/merge_lora.py")
-    return base_of(Path(name)), name
+        read_adapter_config(Path(lora_path))
+    return name, lora_path
 
 
 def base_hint(adapters: str | None) -> str:
-    """What to add to the sentence that the adapters' model is not there."""
-    return f"; give --model_name_or_path BASE --lora_path {adapters}" if adapters else ""
+    """The end of a message that the base model of `adapters` is not found."""
+    return f"; give --{named('model_name_or_path')} BASE --{named('lora_path')} {adapters}" if adapters else ""

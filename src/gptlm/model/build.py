@@ -1,4 +1,4 @@
-"""Make the network: with random weights of a given shape, or from a folder that holds weights."""
+"""Create the network: with random weights, or with the weights in a folder."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
-from gptlm.errors import GptlmError, is_out_of_memory, reason_of
+from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.safetensors_io import LazyTensors
 
-SUPPORTED = {  # config key -> the values our network computes
+SUPPORTED = {  # config key -> the values that our network implements
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -31,19 +31,19 @@ def new_model(
     eos_token_id: int | None = None,
     initializer_range: float | None = None,
 ) -> GPTLMHeadModel:
-    """A network of `shape` with random float32 weights, drawn from torch's global generator."""
+    """A network of `shape` with random float32 weights from torch's global generator."""
     model = blank_model(new_config(shape, hidden_dropout, attention_dropout, eos_token_id, initializer_range))
     filled: set[nn.Parameter] = set()
     for module in model.modules():
         own = set(module.parameters(recurse=False)) - filled
-        if own:
+        if own:  # the tied head is not initialized a second time, which would change all later random numbers
             model._init_weights(module)
             filled |= own
     return model
 
 
 def blank_model(config: GPT2Config) -> GPTLMHeadModel:
-    """A network whose weights are still to be filled in."""
+    """A network with uninitialized weights."""
     with no_init_weights():
         model = GPTLMHeadModel(config)
     model.tie_weights()
@@ -85,18 +85,18 @@ def load_model(
     """The network with the weights in the local folder `source`.
 
     Args:
-        vocab_size: grow the embedding to this many rows (new rows N(0, initializer_range)); None keeps it.
-        hidden_dropout, attention_dropout: None keeps what the config says.
+        vocab_size: extend the embedding to this many rows (new rows N(0, initializer_range)); None keeps it.
+        hidden_dropout, attention_dropout: None keeps those of the config.
 
     Raises:
-        GptlmError: if the weights are missing, unreadable, incomplete, or of a variant the network does not compute.
+        GptlmError: if the weights are missing, unreadable, incomplete, or of a variant that is not implemented.
     """
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
         loaded: Any = GPTLMHeadModel.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:
         raise
-    except Exception as error:  # safetensors, json, huggingface_hub and torch each raise their own kinds
+    except Exception as error:  # safetensors, json, huggingface_hub and torch have error types of their own
         if is_out_of_memory(error):
             raise
         raise GptlmError(_unreadable(source, error)) from error
@@ -124,7 +124,7 @@ def loaded_config(
     """The configuration in the folder `source`, as `load_model` uses it.
 
     Raises:
-        GptlmError: if it is missing, or of a variant the network does not compute.
+        GptlmError: if it is missing, or of a variant that is not implemented.
     """
     try:
         config = GPT2Config.from_pretrained(source)
@@ -137,7 +137,7 @@ def loaded_config(
 
 
 class StoredWeights:
-    """The weights in a folder, read one at a time; names and layout are the network's, not the files'.
+    """The weights in a folder, read one at a time, with the names and tensor layout of the network.
 
     Raises:
         GptlmError: if a file is missing or damaged.
@@ -161,16 +161,16 @@ class StoredWeights:
 
 
 def _check_supported(config: GPT2Config, source: str) -> None:
-    for key, values in SUPPORTED.items():
+    for key, values in SUPPORTED.items():  # the weights alone would load without an error
         if getattr(config, key) not in values:
             raise GptlmError(
-                f"{source}/config.json has {key}={getattr(config, key)!r}; this network computes "
+                f"{source}/config.json has {key}={getattr(config, key)!r}; this network implements "
                 f"{key}={values[0]!r} only, its results would differ"
             )
 
 
 def _set_dropout(config: GPT2Config, hidden: float | None, attention: float | None) -> None:
-    """PaddleNLP's two dropouts on GPT-2's three: `hidden` = embeddings and MLP output, `attention` = the rest."""
+    """Set GPT-2's dropouts from PaddleNLP's two: `hidden` for embeddings and MLP output, `attention` for attention."""
     if hidden is not None:
         config.embd_pdrop = config.resid_pdrop = hidden
     if attention is not None:
@@ -184,7 +184,7 @@ def _unreadable(source: str, error: Exception) -> str:
 
 
 def check_finite(values: Tensor, model: Any) -> None:
-    """Raises GptlmError, which names the model and the likely cause, if a logit or loss in `values` is not finite."""
+    """Raises GptlmError with the model and the likely cause if `values` (logits or losses) has NaN or infinity."""
     if not bool(torch.isfinite(values).all()):
         raise GptlmError(f"the model {model.name_or_path or 'in memory'} computes NaN or infinity: {_cause(model)}")
 
@@ -198,7 +198,7 @@ def _cause(model: Any) -> str:
             "diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
         )
     if any(weight.dtype == torch.float16 for weight in model.parameters()):
-        return "its activations overflow float16; use --bf16, or neither for float32"
-    if any(weight.numel() == 0 for weight in weights.values()):  # ZeRO stage 3 keeps them elsewhere
+        return f"its activations overflow float16; use --{named('bf16')}, or neither for float32"
+    if any(weight.numel() == 0 for weight in weights.values()):  # ZeRO stage 3: the weights are partitioned
         return "its training diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
     return "its weights are finite but so large that activations overflow; take an earlier checkpoint"

@@ -1,9 +1,10 @@
-"""Names of files and tensors, and what a model's folder tells without torch."""
+"""Names of files and tensors, and what the files of a model folder say. This module does not import torch."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.model.presets import Shape
 
 # Files of a model folder (transformers), of an adapter folder (PEFT), and of a tokenizer (tokenizers, GPT-2, BERT).
@@ -18,7 +19,7 @@ VOCABULARY, MERGES, WORD_LIST = "vocab.json", "merges.txt", "vocab.txt"
 CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 PEFT_PREFIX = "base_model.model."  # before the model's own names in an adapter file
 
-# Keys of a config.json: HuggingFace's GPT-2 words, then PaddleNLP's.
+# Keys of a config.json: HuggingFace's for GPT-2, then PaddleNLP's.
 CONFIG_KEYS = {
     "num_hidden_layers": ("n_layer", "num_hidden_layers"),
     "hidden_size": ("n_embd", "hidden_size"),
@@ -29,25 +30,39 @@ CONFIG_KEYS = {
 }
 
 
-def read_config(path: Path) -> dict:
+def read_json(path: Path, what: str = "", remedy: str = "copy the folder again") -> dict[str, Any]:
     """The JSON object in `path`.
 
+    Args:
+        what: begins the description of the file in a message, such as "the vocabulary ".
+        remedy: what to do about a damaged file.
+
     Raises:
-        GptlmError: if the file is missing, is not UTF-8 JSON, or describes another architecture than GPT-2's.
+        GptlmError: if the file cannot be read or holds no JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        if (path.parent / "adapter_config.json").is_file():
-            raise GptlmError(
-                f"{path.parent} holds adapters, no model: --lora_path trains and predicts with them, on their base "
-                "model, and `gptlm merge-lora` makes a model of the two"
-            ) from error
-        raise GptlmError(f"cannot read the model config {path}: {error.strerror}") from error
+        raise GptlmError(f"cannot read {what}{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise GptlmError(f"the model config {path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise GptlmError(f"the model config {path} holds no JSON object")
+        raise GptlmError(f"{what}{path} is damaged: not valid JSON ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise GptlmError(f"{what}{path} is damaged: it holds no JSON object; {remedy}")
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json in `path`.
+
+    Raises:
+        GptlmError: as `read_json`, and if it describes another architecture than GPT-2's.
+    """
+    if not path.is_file() and (path.parent / ADAPTER_CONFIG).is_file():
+        raise GptlmError(
+            f"{path.parent} holds adapters, no model: --{named('lora_path')} trains and predicts with them, on their "
+            "base model, and `gptlm merge-lora` makes a model of the two"
+        )
+    config = read_json(path, "the model config ")
     kind = config.get("model_type", "gpt2")
     if kind not in ("gpt2", "gpt"):
         raise GptlmError(f"the model config {path} has model_type {kind!r}; gptlm trains GPT-2-shaped models (gpt2)")
@@ -55,7 +70,7 @@ def read_config(path: Path) -> dict:
 
 
 def shape_of_config(path: Path) -> Shape:
-    """The sizes in a config.json in HuggingFace's or PaddleNLP's words.
+    """The sizes in a config.json with HuggingFace's or PaddleNLP's keys.
 
     Raises:
         GptlmError: as `read_config`, and if a size is missing or not a positive integer.
@@ -77,26 +92,30 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in WEIGHT_FILES)
 
 
-def tokenizer_size(folder: Path) -> int | None:
-    """Number of ids of the tokenizer in `folder` (highest id + 1), or None if its files are not JSON.
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer, complete or not."""
+    return any((folder / name).is_file() for name in (TOKENIZER, VOCABULARY, WORD_LIST))
 
-    Reads tokenizer.json, else vocab.json, so that the vocabulary is known without importing anything heavy.
+
+def tokenizer_size(folder: Path) -> int | None:
+    """Highest id of the tokenizer in `folder` + 1, or None if it has neither tokenizer.json nor vocab.json.
+
+    Reads the files itself: the command line needs the size before it imports transformers.
 
     Raises:
         GptlmError: if the file is damaged.
     """
-    file = next((path for name in ("tokenizer.json", "vocab.json") if (path := folder / name).is_file()), None)
+    file = next((path for name in (TOKENIZER, VOCABULARY) if (path := folder / name).is_file()), None)
     if file is None:
         return None
+    remedy = "give a folder with a whole tokenizer"
+    content = read_json(file, remedy=remedy)
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-        if file.name == "vocab.json":
+        if file.name == VOCABULARY:
             return max(content.values(), default=-1) + 1
         vocabulary = content.get("model", {}).get("vocab")
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
         added = [token["id"] for token in content.get("added_tokens", ())]
         return max([*ids, *added], default=-1) + 1
-    except OSError as error:
-        raise GptlmError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise GptlmError(f"{file} is damaged ({error}); give a folder with a whole tokenizer") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise GptlmError(f"{file} is damaged ({error}); {remedy}") from error

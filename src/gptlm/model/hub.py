@@ -1,4 +1,4 @@
-"""Built-in names to local folders: from the hub's cache, else downloaded, else one sentence and no waiting."""
+"""Built-in names -> local folders: from the hub's cache, else downloaded. Without a network: an error in seconds."""
 
 import os
 import re
@@ -9,11 +9,20 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, snapshot_download
 
 from gptlm.errors import GptlmError, reason_of
-from gptlm.model.files import has_weights
+from gptlm.model.files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    MERGES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    VOCABULARY,
+    has_tokenizer,
+    has_weights,
+)
 from gptlm.model.presets import PRESETS
 
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"]
-MODEL_FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
+TOKENIZER_FILES = [TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, "special_tokens_map.json"]
+MODEL_FILES = [CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
 CONNECT_SECONDS = 5
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -22,7 +31,7 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
     """The local folder with the tokenizer of `hub_id` and, if asked for, its weights.
 
     Raises:
-        GptlmError: if they are neither cached nor downloadable, or it is a local path and no name of the hub.
+        GptlmError: if they are neither cached nor downloadable, or `hub_id` is a local path.
     """
     path = Path(hub_id)
     if path.is_file():
@@ -31,12 +40,12 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
         raise GptlmError(f"{hub_id}: there is no such folder")
     files = MODEL_FILES if weights else TOKENIZER_FILES
     cached = _cached(hub_id)
-    if cached is not None and (has_weights(cached) if weights else _has_tokenizer(cached)):
+    if cached is not None and (has_weights(cached) if weights else has_tokenizer(cached)):
         return str(cached)
     try:
         _require_network()
         return snapshot_download(hub_id, allow_patterns=files)
-    except Exception as error:  # huggingface_hub raises many kinds, its http library more
+    except Exception as error:  # huggingface_hub and its HTTP library have many error types
         what = "weights of" if weights else "tokenizer files of"
         reason = reason_of(error)
         raise GptlmError(
@@ -48,12 +57,8 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
 def _cached(hub_id: str) -> Path | None:
     try:
         return Path(snapshot_download(hub_id, local_files_only=True))
-    except Exception:  # not cached: each version of huggingface_hub has its own kind for it
+    except Exception:  # not cached; the type depends on the version of huggingface_hub
         return None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES[:3:2])
 
 
 def _require_network() -> None:
@@ -61,7 +66,7 @@ def _require_network() -> None:
     if constants.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
     if any(os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")):
-        return  # a proxy connects for us
+        return  # the proxy connects, so that the hub itself need not be reachable
     host = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((host.hostname, host.port or 443), timeout=CONNECT_SECONDS).close()
@@ -73,10 +78,10 @@ def model_folder(name: str, hint: str = "") -> str:
     """The local folder of the trained model `name`, a folder or a built-in name.
 
     Args:
-        hint: added to the sentence that it is neither.
+        hint: end of the message if it is neither.
 
     Raises:
-        GptlmError: if it is neither, a size without weights, or cannot be had.
+        GptlmError: if it is neither, was never published with weights, or cannot be downloaded.
     """
     if Path(name).is_dir():
         return name

@@ -1,12 +1,12 @@
-"""Low-rank adapters (PEFT's LoRA) on our network, in files that plain PEFT loads onto stock GPT-2 and writes for us.
+"""LoRA adapters (PEFT) on our network, their folders, and the check that they are used on their own base model.
 
-Stock GPT-2 keeps its matrices as Conv1D (in, out), ours are `nn.Linear` (out, in); the adapters' own matrices have one
-shape for both, and only PEFT's switch `fan_in_fan_out` differs. Files say true, which stock GPT-2 needs.
+Folders are exchangeable with plain PEFT on stock GPT-2. The adapters' matrices have the same shapes on GPT-2's Conv1D
+(in, out) and our `nn.Linear` (out, in). Only PEFT's switch `fan_in_fan_out` differs: true in files, false in memory.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from gptlm.errors import GptlmError, is_out_of_memory, reason_of
-from gptlm.model.adapter_files import settings_of
+from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
+from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
@@ -26,7 +26,11 @@ from gptlm.quiet import warnings_ignored
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "default"  # PEFT's name of the one adapter of a model
+ADAPTER = "default"  # PEFT's name of a model's only adapter
+FINGERPRINT = "base_fingerprint"  # key in the metadata of the adapter file, which PEFT ignores
+SAMPLED = ("wte.weight", "wpe.weight", "ln_f.weight", "attn.c_attn.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+SAMPLED_LAYERS, SAMPLED_ROWS, SAMPLED_VOCABULARY = 4, 16, 256
+CARD_MARK = "<!-- Written by gptlm when adapters are saved; without this line the file is left as it is. -->"
 
 
 def add_adapters(
@@ -40,14 +44,14 @@ def add_adapters(
     new_tokens: Sequence[int] = (),
     base_fingerprint: str | None = None,
 ) -> PeftModel:
-    """`model` with new adapters, the only trainable parameters; the output does not change yet (B is zero).
+    """`model` with new adapters as its only trainable parameters. B starts at zero, so the output does not change.
 
     Args:
         alpha: adapters are scaled by alpha / rank.
         targets: names of matrices, such as "c_attn".
-        base: where the model's own weights lie, noted in the files.
-        new_tokens: rows of the embedding that are trained and saved, too.
-        base_fingerprint: of the model's own weights, noted in the files as well.
+        base: folder or hub name of the base model, for the saved configuration.
+        new_tokens: rows of the embedding that are trained and saved as well.
+        base_fingerprint: of the base model's weights (see `fingerprint_of`), for the saved file.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -58,19 +62,19 @@ def add_adapters(
         target_modules=list(targets),
         trainable_token_indices={"wte": list(new_tokens)} if new_tokens else None,
     )
-    # a name that changes in transformers 6; `base`, which is more exact than PEFT's
+    # PEFT warns about a name that changes in transformers 6, and about a `base` that differs from where it loaded from.
     with warnings_ignored(FutureWarning), warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"):
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
-    adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT takes where the weights were read from
+    adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT has replaced it by the folder of the weights
     adapted.base_fingerprint = base_fingerprint
     return adapted
 
 
 class StoredAdapters:
-    """The adapters in a folder, read one at a time by the names of a model's parameters.
+    """The adapters in a folder, read one at a time by parameter name.
 
     Raises:
-        GptlmError: if the file is missing, damaged, or lacks a parameter.
+        GptlmError: if the file is missing or damaged, or lacks a parameter.
     """
 
     def __init__(self, folder: Path):
@@ -85,13 +89,13 @@ class StoredAdapters:
 
 
 def file_name(parameter: str) -> str:
-    """PEFT's name in the file of a parameter of the model: without the adapter's name."""
+    """The name of a parameter in the file: PEFT omits the name of the adapter there."""
     return parameter.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
 
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Put the adapters in `folder` into the trainable parameters of `model`.
+    """Load the adapters in `folder` into the trainable parameters of `model`.
 
     Raises:
         GptlmError: if one is missing or of another shape.
@@ -109,16 +113,16 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         parameter.copy_(value)
 
 
-def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> GPTLMHeadModel:
+def merge_adapters(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> GPTLMHeadModel:
     """`model` with the adapters in `folder` added to its weights.
 
     Args:
-        entries: of the tokenizer that belongs to the adapters; the embedding grows to them.
+        entries: size of the adapters' vocabulary, to which the embedding is extended.
 
     Raises:
         GptlmError: if the adapters cannot be read, or are of another model.
     """
-    settings_of(folder)
+    read_adapter_config(folder)
     if entries is not None and entries > model.config.vocab_size:
         model.resize_token_embeddings(entries, mean_resizing=False)
     try:
@@ -129,53 +133,55 @@ def merged(model: GPTLMHeadModel, folder: Path, entries: int | None = None) -> G
             raise
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
     names = LazyTensors([folder / ADAPTER_WEIGHTS]).keys()
-    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")  # the last one of DoRA, without ".weight" in the file
+    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
     found = [file_name(name) for name, _ in adapted.named_parameters() if any(part in name for part in parts)]
+    # DoRA's magnitude vectors have no ".weight" in the file.
     wanted = [name.removesuffix(".weight") if "magnitude" in name else name for name in found]
     missing = [name for name in wanted if name not in names]
-    if missing:  # PEFT would leave them at their start, where they add nothing
+    if missing:  # PEFT leaves these at their initial values, where they have no effect
         raise GptlmError(f"the adapters in {folder} lack {len(missing)} tensors (first: {missing[0]}); were they cut?")
     return adapted.merge_and_unload()  # type: ignore[operator]
 
 
 def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the adapters of `model` into `folder`; `weights` are its trainable parameters, whole, by name."""
+    """Write the adapters of `model` into `folder`; `weights` are its full trainable parameters by name."""
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     fingerprint = getattr(model, "base_fingerprint", None)
-    facts = {"format": "pt"} | ({KEY: fingerprint} if fingerprint else {})
-    save_tensors(folder / ADAPTER_WEIGHTS, state, facts)
+    metadata = {"format": "pt"} | ({FINGERPRINT: fingerprint} if fingerprint else {})
+    save_tensors(folder / ADAPTER_WEIGHTS, state, metadata)
     config: Any = model.peft_config[ADAPTER]
     trained, config.inference_mode = config.inference_mode, True
     config.fan_in_fan_out = True
     config.save_pretrained(str(folder))
     config.inference_mode, config.fan_in_fan_out = trained, False
     network: Any = model.get_base_model()
-    GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)  # what ends a turn
+    # PEFT's folders have no generation configuration; ours say which ids end a response.
+    GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)
     entries = network.config.vocab_size if config.trainable_token_indices else None
     write_card(folder, str(config.base_model_name_or_path), entries)
 
 
-KEY = "base_fingerprint"  # in the header of the adapters' file, which PEFT passes over
-ROWS = 16  # of each sampled tensor
-WORD_ROWS = 256  # of the embedding: rows that are added to it change nothing
-SAMPLED = ("wte.weight", "wpe.weight", "ln_f.weight", "attn.c_attn.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-LAYERS = 4  # of which matrices are sampled
-
-
 def fingerprint_of(folder: Path) -> str | None:
-    """16 hex digits that differ when weights of GPT-2 in `folder` do; None where they are not in safetensors.
+    """16 hex digits that identify the GPT-2 weights in `folder`; None if they are not in readable safetensors.
 
-    Sampled values are rounded to bfloat16, so that a copy in that precision is the same model.
+    A hash of up to 16 rows of each sampled tensor: embeddings, final norm, and matrices of four evenly spaced layers.
+    Values are rounded to bfloat16, so that a copy in that precision has the same fingerprint.
     """
     digest = hashlib.sha256()
     try:
         stored = LazyTensors.of_model(folder)
-        names = {name.removeprefix("transformer."): name for name in stored}
-        for name in sorted(_sampled(names)):
+        names = {name.removeprefix("transformer."): name for name in stored}  # the oldest files lack the prefix
+        layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("h.")})
+        chosen = {str(layer) for layer in layers[:: max(1, len(layers) // SAMPLED_LAYERS)]}
+        for name in sorted(names):
+            if not name.endswith(SAMPLED) or (name.startswith("h.") and name.split(".")[1] not in chosen):
+                continue
             tensor = stored.part(names[name])
-            count = min(tensor.get_shape()[0], WORD_ROWS) if name == "wte.weight" else tensor.get_shape()[0]
-            for row in range(0, count, max(1, count // ROWS)):
+            count = tensor.get_shape()[0]
+            if name == "wte.weight":  # rows of added tokens do not change the fingerprint
+                count = min(count, SAMPLED_VOCABULARY)
+            for row in range(0, count, max(1, count // SAMPLED_ROWS)):
                 values = tensor[row : row + 1].to(torch.bfloat16).flatten()
                 digest.update(values.view(torch.int16).numpy().tobytes())
     except (GptlmError, OSError, SafetensorError):
@@ -183,42 +189,34 @@ def fingerprint_of(folder: Path) -> str | None:
     return digest.hexdigest()[:16] if names else None
 
 
-def _sampled(names: dict[str, str]) -> Iterator[str]:
-    """The embeddings, the last norm, and the matrices of evenly spaced layers."""
-    layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("h.")})
-    chosen = {f"h.{layer}" for layer in layers[:: max(1, len(layers) // LAYERS)]}
-    for name in names:
-        if name.endswith(SAMPLED) and (not name.startswith("h.") or ".".join(name.split(".")[:2]) in chosen):
-            yield name
-
-
 def check_base(checkpoint: Path, base: Path) -> None:
     """Raises GptlmError if the adapters in `checkpoint` were trained on other weights than those in `base`."""
     trained_on, found = _trained_on(checkpoint), fingerprint_of(base)
     if trained_on and found and trained_on != found:
         raise GptlmError(
-            f"the adapters in the checkpoint {checkpoint} were trained on "
-            f"{settings_of(checkpoint).get('base_model_name_or_path') or 'another model'}, the weights in {base} are "
-            "others; give the same --model_name_or_path, or another --output_dir (--lora_path "
-            f"{checkpoint} trains them on the new weights)"
+            f"the adapters in the checkpoint {checkpoint} were trained on {_base_name(checkpoint) or 'another model'}, "
+            f"the weights in {base} are others; give the same --{named('model_name_or_path')}, or another "
+            f"--{named('output_dir')} (--{named('lora_path')} {checkpoint} trains them on the new weights)"
         )
 
 
 def _trained_on(adapters: Path) -> str | None:
-    """The fingerprint of the weights that `adapters` were trained on, where it was noted."""
-    return read_header(adapters / ADAPTER_WEIGHTS)[1].get(KEY)
+    """The fingerprint of the weights that `adapters` were trained on; None in files of plain PEFT."""
+    return read_header(adapters / ADAPTER_WEIGHTS)[1].get(FINGERPRINT)
 
 
-def warn_of_other_base(adapters: Path, base: str) -> None:
-    """Say so if the model in the folder `base` is not the one that `adapters` were trained on.
+def _base_name(adapters: Path) -> str:
+    return read_adapter_config(adapters).get("base_model_name_or_path") or ""
 
-    Adapters of plain PEFT note a name only; it decides where the two models cannot be compared.
+
+def warn_if_other_base(adapters: Path, base: str) -> None:
+    """Log a warning if the model in the folder `base` is not the one that `adapters` were trained on.
+
+    The fingerprints decide; without them the names do.
     """
-    noted = settings_of(adapters).get("base_model_name_or_path") or ""
-    trained_on = _trained_on(adapters)
+    noted, trained_on, found = _base_name(adapters), _trained_on(adapters), fingerprint_of(Path(base))
     if trained_on is None and Path(noted).is_dir():
         trained_on = fingerprint_of(Path(noted))
-    found = fingerprint_of(Path(base))
     if trained_on and found:
         if trained_on != found:
             logger.warning(
@@ -228,34 +226,31 @@ def warn_of_other_base(adapters: Path, base: str) -> None:
             )  # fmt: skip
     elif noted and not _is_same_name(noted, base):
         logger.warning(
-            "the adapters in %s name %s as their model, %s is used: whether its weights are the same cannot be told",
+            "the adapters in %s name %s as their model, %s is used; their weights cannot be compared",
             adapters, noted, base,
         )  # fmt: skip
 
 
 def _is_same_name(noted: str, base: str) -> bool:
-    """Whether a name of the hub or a folder is that of the folder `base`, which may be in the hub's cache."""
+    """Whether `noted`, a hub name or a folder, has the name of the folder `base`, which may be in the hub's cache."""
     cached = [part.rpartition("--")[2] for part in Path(base).parts if part.startswith("models--")]
     return Path(noted).name in (Path(base).absolute().name, *cached)
 
 
-OURS = "<!-- Written by gptlm when adapters are saved; without this line the file is left as it is. -->"
-
-
 def resize_call(entries: int) -> str:
-    """What plain PEFT needs before adapters with added tokens: `entries` is the size of their vocabulary."""
+    """The call that plain PEFT needs before adapters with added tokens; `entries` is the size of their vocabulary."""
     return f"model.resize_token_embeddings({entries})"
 
 
 def write_card(folder: Path, base: str, entries: int | None) -> None:
-    """Write `folder`/README.md; one that somebody else wrote stays.
+    """Write the model card `folder`/README.md, unless it holds somebody else's text.
 
     Args:
-        base: folder or hub name of the model that the adapters belong to.
-        entries: size of the vocabulary if tokens were added; None: the model's own.
+        base: folder or hub name of the base model.
+        entries: size of the vocabulary if tokens were added, else None.
     """
     path = folder / "README.md"
-    if path.exists() and not (path.is_file() and OURS in path.read_text(encoding="utf-8", errors="replace")):
+    if path.exists() and not (path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")):
         return
     on_hub = not Path(base).is_absolute()  # the hub refuses a card whose base_model is a local path
     data = ModelCardData(
@@ -272,5 +267,5 @@ def write_card(folder: Path, base: str, entries: int | None) -> None:
         'model = PeftModel.from_pretrained(model, ".")',
     ]
     code = "\n".join(["```python", *lines, "```"])
-    text = f"---\n{data.to_yaml()}\n---\n\n{OURS}\n\n# LoRA adapters\n\nFor the model `{base}`.\n\n{added}{code}\n"
+    text = f"---\n{data.to_yaml()}\n---\n\n{CARD_MARK}\n\n# LoRA adapters\n\nFor the model `{base}`.\n\n{added}{code}\n"
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tokenizers: loading one by folder or GPT-2 vocabulary files, training one, recognising one again."""
+"""Tokenizers: load one from a folder or from GPT-2's two files, train one, add tokens, compare two."""
 
 import hashlib
 import json
@@ -11,12 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AddedToken, AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing, reason_of
+from gptlm.model.files import MERGES, TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, WORD_LIST, read_json
 
 logger = logging.getLogger(__name__)
 
 EOS = "<|endoftext|>"
-TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # key in tokenizer.deprecation_warnings
+DOWNLOAD = "copy or download it again"
 PROBE = "The quick brown fox jumps over the lazy dog."
 
 
@@ -25,47 +26,49 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt).
 
     Raises:
-        GptlmError: if it cannot be loaded, has no fast (`tokenizers`) form, or cannot encode text.
+        GptlmError: if it cannot be loaded, is no fast tokenizer (of the library `tokenizers`), or cannot encode text.
     """
     folder = Path(source)
     _check_files(folder)
+    has_json = (folder / TOKENIZER).is_file()
     sentencepiece = sorted(folder.glob("*.model"))
-    if sentencepiece and not (folder / "tokenizer.json").is_file():
+    if sentencepiece and not has_json:
         raise GptlmError(
             f"{source} holds a sentencepiece tokenizer ({sentencepiece[0].name}), as CPM and PaddleNLP's "
             "GPTChineseTokenizer use; it is not supported, give a folder with tokenizer.json, or train one with "
             "scripts/train_tokenizer.py"
         )
-    if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
-        return load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    if (folder / "tokenizer.json").is_file():
-        _read_json(folder / "tokenizer.json")
+    if (folder / VOCABULARY).is_file() and not has_json:
+        return load_gpt2_files(str(folder / VOCABULARY), str(folder / MERGES))
+    if has_json:
+        read_json(folder / TOKENIZER, remedy=DOWNLOAD)  # transformers ignores a damaged one, or does not name the file
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # transformers, tokenizers and huggingface_hub each raise their own kinds
+    except Exception as error:  # transformers, tokenizers and huggingface_hub have error types of their own
         raise GptlmError(f"cannot load a tokenizer from {source}: {reason_of(error)}") from error
-    return check_encodes(_fast(tokenizer, source), source)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether `folder` holds a tokenizer, whole or not."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise GptlmError(
+            f"the tokenizer in {source} has no fast form ({type(tokenizer).__name__}); "
+            "gptlm needs a tokenizer.json or GPT-2's vocab.json and merges.txt"
+        )
+    tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # every command truncates long texts itself
+    return check_encodes(tokenizer, source)
 
 
 def _check_files(folder: Path) -> None:
-    """Raises GptlmError, saying what is missing, if the files in `folder` make no tokenizer."""
+    """Raises GptlmError with the missing files if those in `folder` are no complete tokenizer."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if "tokenizer.json" in there or {"vocab.json", "merges.txt"} <= there or any(folder.glob("*.model")):
+    if TOKENIZER in there or {VOCABULARY, MERGES} <= there or any(folder.glob("*.model")):
         return
-    if "vocab.txt" in there and "tokenizer_config.json" in there:  # says which class reads the word list
+    if {WORD_LIST, TOKENIZER_CONFIG} <= there:  # the config names the class that reads the word list
         return
     expected = "expected tokenizer.json, or GPT-2's vocab.json and merges.txt"
-    for name, lacks in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
+    for name, lacks in ((VOCABULARY, MERGES), (MERGES, VOCABULARY)):
         if name in there:
             raise GptlmError(
                 f"the tokenizer in {folder} is incomplete: {name} is there, {lacks} is missing; {expected}"
             )
-    if "vocab.txt" in there:
+    if WORD_LIST in there:
         raise GptlmError(
             f"the tokenizer in {folder} is incomplete: vocab.txt is a list of words as BERT's, the "
             f"tokenizer_config.json that says how to read it is missing; {expected}"
@@ -80,7 +83,9 @@ def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase
         GptlmError: if a file is missing, the two are swapped or damaged, there is no `<|endoftext|>`, or text cannot be
             encoded.
     """
-    vocabulary = _read_vocabulary(Path(vocab_file))
+    vocabulary: dict[str, int] = read_json(Path(vocab_file), "the vocabulary ", "are vocabulary and merges swapped?")
+    if not all(isinstance(token_id, int) for token_id in vocabulary.values()):
+        raise GptlmError(f"the vocabulary {vocab_file} is not a JSON object of token -> id")
     merges = _read_merges(Path(merge_file), vocabulary)
     if EOS not in vocabulary:
         raise GptlmError(f"{vocab_file} has no {EOS} entry, which GPT-2's vocabulary ends documents with")
@@ -88,14 +93,14 @@ def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase
 
 
 def check_encodes(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
-    """`tokenizer`, if it can encode text: an English sentence or, as vocabularies of other languages and of no language
-    exist, its own entries as text.
+    """`tokenizer`, if it can encode text: an English sentence or its own entries.
 
     Raises:
-        GptlmError: if neither gives more than one known id, as with an empty vocabulary; `source` is named.
+        GptlmError: naming `source`, if neither gives more than one known id, as with an empty vocabulary.
     """
     if _known_ids(tokenizer, PROBE) > 1:
         return tokenizer
+    # Vocabularies of other languages, or of DNA, do not know the sentence: try their own first entries as a text.
     special, vocabulary = set(tokenizer.all_special_ids), tokenizer.get_vocab()
     own = [token_id for token_id in sorted(vocabulary.values()) if token_id not in special][:64]
     if _known_ids(tokenizer, str(tokenizer.decode(own))) > 1:
@@ -107,37 +112,12 @@ def check_encodes(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrained
 
 
 def _known_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """How many different ids that are no special token (the unknown token is one) `text` becomes."""
+    """Number of different ids of `text` without special tokens, among them the unknown token."""
     return len(set(tokenizer(text, add_special_tokens=False)["input_ids"]) - set(tokenizer.all_special_ids))
 
 
-def _read_json(path: Path) -> None:
-    """Raises GptlmError if `path` is not JSON: `transformers` passes over such a file, or names none."""
-    try:
-        json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise GptlmError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise GptlmError(f"{path} is damaged: no valid JSON ({error}); copy or download it again") from error
-
-
-def _read_vocabulary(path: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise GptlmError(f"cannot read the vocabulary {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise GptlmError(
-            f"the vocabulary {path} is not valid JSON ({error}); expected GPT-2's vocab.json, "
-            "are vocabulary and merges file swapped?"
-        ) from error
-    if not isinstance(vocabulary, dict) or not all(isinstance(i, int) for i in vocabulary.values()):
-        raise GptlmError(f"the vocabulary {path} is not a JSON object of token -> id")
-    return vocabulary
-
-
 def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """One merge per line, `left right`; a `#version` header, CRLF and trailing empty lines are accepted."""
+    """The pairs of merges.txt, one per line; a `#version` header, CRLF and empty lines at the end are accepted."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -168,7 +148,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency:
 
     Args:
         documents: the texts; read once.
-        vocab_size: entries wanted; fewer come out when the texts offer fewer merges. At least 257.
+        vocab_size: at least 257; the result has fewer entries if the texts have fewer pairs to merge.
 
     Raises:
         GptlmError: if `vocab_size` cannot hold the 256 bytes and `<|endoftext|>`.
@@ -191,12 +171,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency:
 
 
 def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
-    """Note in `tokenizer` what it is saved with: texts of at most `positions` tokens, and padding with the end of text.
-
-    No entry is added; a padding token that there is stays.
-    """
+    """Set the maximal length, `positions`, and the end of text as padding token unless there is one. Adds no entry."""
     tokenizer.model_max_length = positions
-    tokenizer.deprecation_warnings[TOO_LONG] = True  # training cuts its texts itself
+    tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # training truncates long texts itself
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -204,8 +181,8 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
     """Add `tokens` to the vocabulary, in order.
 
-    Those that the chat template writes become special tokens: a message that spells one keeps it as text. The others
-    are plain added tokens: every text that spells one gets it, here and with the saved tokenizer.
+    Tokens that the chat template writes become special tokens, so that they stay text inside a message. The others
+    become plain added tokens, which every text that contains them is encoded with.
     """
     before, known = len(tokenizer), tokenizer.get_vocab()
     template = str(tokenizer.chat_template or "")
@@ -220,26 +197,16 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     stay = [token for token in tokens if token in special]
     if stay:
         why = "the chat template writes them, or the tokenizer has them as special tokens"
-        logger.info("%s stay text where a text spells them (%s); --allow_special_tokens", " ".join(stay), why)
+        logger.info("%s stay text inside texts (%s); --allow_special_tokens changes this", " ".join(stay), why)
     old = [token for token in tokens if token in known]
     if old:
         logger.info("the vocabulary already has %s", " ".join(old))
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that differ when ids may differ: a hash of vocabulary, merges and added tokens."""
+    """16 hex digits: a hash of everything that ids depend on (vocabulary, merges and added tokens)."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = {key: content["model"].get(key) for key in ("type", "vocab", "merges")}
     added = [[token["id"], token["content"]] for token in content["added_tokens"]]
     text = json.dumps([model, added], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _fast(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise GptlmError(
-            f"the tokenizer in {source} has no fast form ({type(tokenizer).__name__}); "
-            "gptlm needs a tokenizer.json or GPT-2's vocab.json and merges.txt"
-        )
-    tokenizer.deprecation_warnings[TOO_LONG] = True  # every command cuts or windows its texts itself
-    return tokenizer

@@ -23,13 +23,11 @@ from gptlm.data.splits import Corpus, open_corpora
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
-from gptlm.inference.loading import load_for_inference, tokenizer_folder
+from gptlm.inference.loading import check_model_folder, find_model, load_for_inference, tokenizer_folder
 from gptlm.inference.scoring import score
 from gptlm.inference.tasks import Cloze, Reading, Report, encode_documents, read_cloze, read_text
-from gptlm.model.adapter_files import base_and_adapters, base_hint
-from gptlm.model.files import has_weights, shape_of_config
+from gptlm.model.files import shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fingerprint, load_tokenizer
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device
@@ -64,8 +62,8 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
 def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
     machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
-    name, adapters = base_and_adapters(arguments.model_name_or_path or "", arguments.lora_path)
-    source = _source(name, base_hint(adapters))
+    source, adapters = find_model(arguments.model_name_or_path or "", arguments.lora_path)
+    check_model_folder(source, adapters)
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
     join_by_cpu(arguments.ddp_timeout)  # a few sums
@@ -91,17 +89,9 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, ranks.local_rank() % torch.cuda.device_count())
 
 
-def _source(name: str, hint: str) -> str:
-    """The folder of the model; `hint` is added to the sentence that it is not there."""
-    folder = model_folder(name, hint)
-    if not has_weights(Path(folder)):
-        raise GptlmError(f"{folder} holds no model weights (model.safetensors); give the output_dir of a training run")
-    return folder
-
-
 def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer of the model or of its adapters, judged before the weights are read; and rows of the embedding."""
-    folder = tokenizer_folder(source, Path(adapters)) if adapters else source
+    folder = tokenizer_folder(source, adapters)
     tokenizer = load_tokenizer(folder)
     rows = shape_of_config(Path(source) / "config.json").vocab_size
     if folder != source:

@@ -1,4 +1,4 @@
-"""Adapters into a model: base weights + adapters -> one plain GPT-2 folder."""
+"""Merge adapters: base weights + adapters -> one plain GPT-2 folder."""
 
 import logging
 from pathlib import Path
@@ -7,9 +7,9 @@ import torch
 
 from gptlm.checkpoint.folder import writing
 from gptlm.config.args.sft import MergeArguments
-from gptlm.errors import GptlmError, doing
-from gptlm.inference.loading import load_adapted
-from gptlm.model.adapter_files import base_hint, base_of, ends_of
+from gptlm.errors import GptlmError, doing, named
+from gptlm.inference.loading import load_for_inference
+from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id
 from gptlm.model.files import has_weights
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fit_to_model
@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 
 
 def merge_lora(arguments: MergeArguments) -> None:
-    """The command.
+    """Check the folders, then `merge`.
 
     Raises:
-        GptlmError: as `merge` does.
+        GptlmError: as `merge` does, and if the output folder is one of the inputs or holds a model.
     """
     start_logging(main_process=True)
     deepspeed_without_gpu()
     quiet_transformers()
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
-    base = arguments.model_name_or_path or base_of(adapters)
+    base = arguments.model_name_or_path or base_model_of(adapters)
     check_output("output_path", output)
     source = model_folder(base, base_hint(str(adapters)))
     for what, folder in (("adapters", adapters), ("model", Path(source))):
         if output.resolve() == folder.resolve():
-            raise GptlmError(f"--output_path {output} is the folder of the {what}; give another one")
+            raise GptlmError(f"--{named('output_path')} {output} is the folder of the {what}; give another one")
     if has_weights(output):
-        raise GptlmError(f"--output_path {output} holds a model already; give a new folder")
+        raise GptlmError(f"--{named('output_path')} {output} holds a model already; give a new folder")
     merge(source, adapters, output, getattr(torch, arguments.dtype))
 
 
@@ -46,12 +46,12 @@ def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.fl
     """Write the model in the folder `base` with `adapters` added to its weights into `output`.
 
     Raises:
-        GptlmError: if one of them cannot be read, they do not fit, the sum is not finite, or `output` cannot be
+        GptlmError: if one of them cannot be read, they do not fit, a sum is NaN or infinite, or `output` cannot be
             written.
     """
-    model, tokenizer = load_adapted(base, adapters)
+    model, tokenizer = load_for_inference(base, lora_path=str(adapters))
     _check_finite(model, adapters, dtype)
-    if ends_of(adapters) is None:
+    if read_eos_token_id(adapters) is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     fit_to_model(tokenizer, model.config.n_positions)
     with writing(output, "the merged model", more=""):
@@ -71,6 +71,6 @@ def _check_finite(model: torch.nn.Module, adapters: Path, dtype: torch.dtype) ->
             )
         if not torch.isfinite(weight.to(dtype)).all():
             raise GptlmError(
-                f"{name} has values up to {weight.abs().max().item():.3g}, which {dtype} cannot hold; give --dtype "
-                "bfloat16 or float32"
+                f"{name} has values up to {weight.abs().max().item():.3g}, which {dtype} cannot hold; give "
+                f"--{named('dtype')} bfloat16 or float32"
             )

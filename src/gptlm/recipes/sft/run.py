@@ -13,9 +13,9 @@ from gptlm.config.run import SftRun, with_epochs_counted
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
 from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import settings_of
+from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
-from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_of_other_base
+from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_if_other_base
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.ranks import is_main_process
@@ -105,7 +105,7 @@ def _run(
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, machine)
         if start is None and run.lora.lora_path:
-            warn_of_other_base(Path(run.lora.lora_path), weights_folder(run))
+            warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
     if deepspeed is None:
         model = model.to(dtype=machine.dtype)
     facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
@@ -227,7 +227,7 @@ def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
         check_shape(replace(run, shape=replace(run.shape, vocab_size=entries)), found)
         return
     check_base(found.path, Path(weights_folder(run)))
-    saved = settings_of(found.path)
+    saved = read_adapter_config(found.path)
     differences = [
         f"{flag} {saved[key]:g} there, {value:g} in the command"
         for flag, key, value in (

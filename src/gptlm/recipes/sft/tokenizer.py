@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import SftRun
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import settings_of
-from gptlm.model.tokenizer import add_tokens, fingerprint, has_tokenizer, load_tokenizer
+from gptlm.model.adapter_files import read_adapter_config
+from gptlm.model.files import has_tokenizer
+from gptlm.model.tokenizer import add_tokens, fingerprint, load_tokenizer
 from gptlm.recipes.common.model import tokenizer_folder
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 def check_added_tokens(adapters: Path, tokenizer: PreTrainedTokenizerBase, new_tokens: list[int]) -> None:
     """Raises GptlmError if `adapters` have rows for other added tokens than the run's `new_tokens`."""
-    rows = settings_of(adapters).get("trainable_token_indices") or {}
+    rows = read_adapter_config(adapters).get("trainable_token_indices") or {}
     ids = sorted(rows.get("wte", ()) if isinstance(rows, dict) else rows)
     here = _names(tokenizer, new_tokens)
     there = _names(load_tokenizer(str(adapters)), ids) if has_tokenizer(adapters) else here[: len(ids)]
