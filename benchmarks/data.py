@@ -30,7 +30,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from gptlm.data.blocks import BlockDataset
-from gptlm.data.corpus import read_batches
+from gptlm.data.documents import read_batches
 from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order
 from gptlm.data.preprocess import EncodeSettings, write_corpus

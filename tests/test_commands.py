@@ -153,7 +153,7 @@ def test_broken_documents_can_be_skipped(work):
     (work / "some.jsonl").write_text('{"text": "a"}\n{"text": "b"\n{"title": "c"}\n{"text": "d"}\n')
     words = "--input_path some.jsonl --model_name tok --output_prefix some/x --on_error skip --workers 2".split()
     result = preprocess(work, *words)
-    assert result.returncode == 0 and "2 broken documents were left out" in result.stdout, result.stderr
+    assert result.returncode == 0 and "2 broken documents were skipped" in result.stdout, result.stderr
     assert "some.jsonl, line 2" in result.stdout and "some.jsonl, line 3" in result.stdout
     assert len(open_tokens(str(work / "some" / "x"))) == 2
 
@@ -163,13 +163,13 @@ def test_every_command_names_half_a_surrogate_pair(work, monkeypatch, capfd):
     monkeypatch.chdir(work)
     words = ["--input_path", "half.jsonl"]
     assert main(["tokenizer", *words, "--output_dir", "half", "--vocab_size", "300"]) == 1
-    said = "half.jsonl, line 2: the text under 'text' is not valid Unicode (character 2); mend it there"
+    said = "half.jsonl, line 2: the text under 'text' is not valid Unicode (character 2); fix it there"
     assert said in capfd.readouterr().err and not list((work / "half").iterdir())
     words += ["--model_name", "tok", "--output_prefix", "half/x"]
     assert main(["preprocess", *words]) == 1
     assert said in capfd.readouterr().err
     assert main(["preprocess", *words, "--on_error", "skip"]) == 0
-    assert "3 broken documents were left out" in "".join(capfd.readouterr())
+    assert "3 broken documents were skipped" in "".join(capfd.readouterr())
     assert len(open_tokens(str(work / "half" / "x"))) == 3
 
 
@@ -179,9 +179,9 @@ def test_data_without_an_end_of_document_is_named(work, monkeypatch, capfd):
     assert main(words) == 0
     said = capfd.readouterr()
     said = said.out + said.err
-    assert said.count("of 256 documents looked at, 0 end with the tokenizer's end-of-text id 0") == 1, said
+    assert said.count("of 256 documents sampled, 0 end with the tokenizer's end-of-text id 0") == 1, said
     assert main([*words, "--append_eos"]) == 0
-    assert "documents looked at" not in "".join(capfd.readouterr())
+    assert "documents sampled" not in "".join(capfd.readouterr())
 
 
 def test_text_under_a_c_locale(work):
@@ -314,7 +314,7 @@ def test_continuations(work, model):
         ("--top_k -1", 2, "top_k"),
         ("--do_sample --temperature nan", 2, "temperature"),
         ("--seed 1e30", 2, "--seed"),
-        ("--model_name_or_path gpt2-medium-en --input_file gb.txt", 1, "gb.txt is not UTF-8"),
+        ("--model_name_or_path gpt2-medium-en --input_file gb.txt", 1, "gb.txt, line 1: not UTF-8"),
         ("--model_name_or_path gpt2-medium-en --input_file null.jsonl", 1, "null.jsonl, line 1"),
         ("--model_name_or_path gpt2-medium-en --prompt a --output_file letters.txt/o", 1, "cannot write"),
     ],
@@ -362,7 +362,7 @@ def test_a_closed_output_pipe_is_not_an_error():
 def test_an_empty_text_trains_no_tokenizer(work):
     (work / "empty.txt").write_text("")
     result = run_script("train_tokenizer", "--input_path", "empty.txt", "--output_dir", "no-tok", cwd=work)
-    assert result.returncode == 1 and "holds no text" in result.stderr
+    assert result.returncode == 1 and "has no text" in result.stderr
     result = run_script("train_tokenizer", "--input_path", "letters.txt", "--output_dir", "empty.txt/x", cwd=work)
     assert result.returncode == 1 and "is a file, not a folder; give another --output_dir" in result.stderr
 

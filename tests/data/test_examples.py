@@ -6,9 +6,8 @@ import re
 import datasets
 import pytest
 
+from gptlm.data.conversations import Content, PlainHeadings, Turn, parse_conversation
 from gptlm.data.examples import find_files, read_examples, read_records
-from gptlm.data.messages import PlainHeadings, conversation
-from gptlm.data.turns import Content, Turn
 from gptlm.errors import GptlmError
 
 PLAIN = PlainHeadings()
@@ -92,18 +91,18 @@ def test_every_form_in_every_file(tmp_path, layout, record, turns):
         path.write_text(text, encoding="utf-8-sig")
     found = read_examples(read_records(path), PLAIN)
     assert found.examples == [turns, turns]
-    assert found.left_out["without an answer"] == (2 if record is SQUAD else 0)
+    assert found.skipped["without a response"] == (2 if record is SQUAD else 0)
 
 
 def test_a_squad_file(tmp_path):
     (tmp_path / "dev.json").write_text(json.dumps(SQUAD, indent=1))
     found = read_examples(read_records(tmp_path / "dev.json"), PLAIN)
-    assert found.examples == [QUESTION] and found.left_out == {"without an answer": 1}
+    assert found.examples == [QUESTION] and found.skipped == {"without a response": 1}
 
 
 def test_a_conversation_of_several_turns():
     words = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
-    turns = PLAIN(conversation([{"role": role, "content": content} for role, content in words], "x"))
+    turns = PLAIN(parse_conversation([{"role": role, "content": content} for role, content in words], "x"))
     assert turns == [
         turn(["### System:\n", {"system": "s"}, "\n\n### User:\n", {"user": "a"}, "\n\n"], "b", "### Assistant:\n"),
         turn(["### User:\n", {"user": "c"}, "\n\n"], "d", "### Assistant:\n"),
@@ -111,12 +110,12 @@ def test_a_conversation_of_several_turns():
 
 
 def test_system_and_history_of_alpaca_records_are_turns_before():
-    """As LLaMA-Factory defines them: the system prompt first, answers of the history are learnt, too."""
+    """As LLaMA-Factory defines them: the system prompt first, responses of the history are targets, too."""
     record = {"instruction": "c", "input": "i", "output": "d", "system": "s", "history": [["a", "b"], ["x", ""]]}
     (example,) = read_examples([("f", record)], PLAIN).examples
     assert example == [
         turn([{"system": "s"}, "\n\n### Instruction:\n", {"user": "a"}], "b", RESPONSE),
-        turn(["### Instruction:\n", {"user": "x"}], "", RESPONSE, learnt=False),
+        turn(["### Instruction:\n", {"user": "x"}], "", RESPONSE, in_loss=False),
         turn(["### Instruction:\n", {"user": "c"}, "\n\n### Input:\n", {"user": "i"}], "d", RESPONSE),
     ]
 
@@ -146,10 +145,10 @@ def test_an_assistant_turn_without_text_takes_no_other_along(nothing):
     said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", nothing), ("user", "e"), ("assistant", "f")]
     found = read_examples([("f", {"messages": [{"role": role, "content": text} for role, text in said]})], PLAIN)
     (example,) = found.examples
-    assert [(one.answer, one.learnt) for one in example] == [("b", True), (nothing or "", False), ("f", True)]
-    assert found.left_out == {}
+    assert [(one.response, one.in_loss) for one in example] == [("b", True), (nothing or "", False), ("f", True)]
+    assert found.skipped == {}
     (example,) = read_examples([("f", {"src": ["a", "c", "e"], "tgt": ["b", "", "f"]})], PLAIN).examples
-    assert example == [Turn("a", "b"), Turn("c", "", learnt=False), Turn("e", "f")]
+    assert example == [Turn("a", "b"), Turn("c", "", in_loss=False), Turn("e", "f")]
 
 
 def test_weight_0_is_context():
@@ -157,14 +156,14 @@ def test_weight_0_is_context():
     pairs = [({"role": "user", "content": a}, {"role": "assistant", "content": b, "weight": w}) for a, b, w in said]
     record = {"messages": [message for pair in pairs for message in pair]}
     (example,) = read_examples([("f", record)], PLAIN).examples
-    assert [(one.answer, one.learnt) for one in example] == [("b", False), ("d", True), ("f", True)]
+    assert [(one.response, one.in_loss) for one in example] == [("b", False), ("d", True), ("f", True)]
 
 
 def test_prompts_and_completions_of_messages():
-    """TRL's: the completion is learnt, answers in the prompt are context."""
+    """TRL's: the completion is a target, responses in the prompt are context."""
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     found = read_examples([("f", {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]})], PLAIN)
-    assert [[(one.answer, one.learnt) for one in example] for example in found.examples] == [
+    assert [[(one.response, one.in_loss) for one in example] for example in found.examples] == [
         [("b", False), ("d", True)]
     ]
 
@@ -218,9 +217,9 @@ def test_the_files_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"src": "a", "tgt": "b"}\n{"src": \n', "line 2: no valid JSON"),
+        ('{"src": "a", "tgt": "b"}\n{"src": \n', "line 2: broken JSON at column"),
         ('{"src": "a", "tgt": "b"}\n["x"]\n', "line 2: expected an object, found list"),
-        ('[{"text": "a"}]', "record 1: the keys text are of no known form; expected src/tgt"),
+        ('[{"text": "a"}]', "record 1: the keys text are not a known form; expected src/tgt"),
         ('[{"src": "a", "tgt": 3}]', "record 1: expected a text, found int"),
         ('[{"src": ["a"], "tgt": ["b", "c"]}]', "lists of different lengths"),
         (
@@ -242,9 +241,9 @@ def test_the_files_of_a_folder(tmp_path):
         ),
         ('[{"messages": [{"role": "assistant", "content": "x", "weight": true}]}]', "weight True: expected 0"),
         ('[{"messages": [{"role": "user", "content": "x", "weight": 1}]}]', "only assistant messages are targets"),
-        ('[{"instruction": "a", "output": "b", "history": [["x"]]}]', "record 1: history 1 is no pair"),
+        ('[{"instruction": "a", "output": "b", "history": [["x"]]}]', "record 1: history 1 is not a pair"),
         ('[{"question": ["q"], "context": "c", "answers": {"text": ["a"]}}]', "record 1: expected a text, found list"),
-        ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "no SQuAD file: 'qas' is missing"),
+        ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "not a SQuAD file: 'qas' is missing"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path, text, says):
@@ -260,7 +259,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(GptlmError, match="cannot read .*: No such file"):
         list(read_records(tmp_path / "y.json"))
     (tmp_path / "x.parquet").write_bytes(b"no")
-    with pytest.raises(GptlmError, match="cannot be read as a dataset"):
+    with pytest.raises(GptlmError, match="cannot read .*x.parquet.*is the file whole"):
         list(read_records(tmp_path / "x.parquet"))
 
 
@@ -268,7 +267,7 @@ def test_records_without_an_answer_are_counted():
     unanswered = {"messages": [{"role": "user", "content": "x"}]}
     records = [("1", {"src": "a", "tgt": " "}), ("2", {"src": "", "tgt": "b"}), ("3", unanswered)]
     found = read_examples(records, PLAIN)
-    assert found.examples == [[Turn("", "b")]] and found.left_out == {"without an answer": 2}
+    assert found.examples == [[Turn("", "b")]] and found.skipped == {"without a response": 2}
 
 
 @pytest.mark.parametrize(("form", "place"), [("lines", "line 2"), ("array", "record 2")])
@@ -286,11 +285,11 @@ def test_half_a_surrogate_pair_is_named(tmp_path, form, place):
         (tmp_path / "train.json").write_text(content)
         records = read_records(tmp_path / "train.json")
         assert next(records)[1]["src"] == "😀"
-        with pytest.raises(GptlmError, match=f"train.json, {place}, {where}; mend it there"):
+        with pytest.raises(GptlmError, match=f"train.json, {place}, {where}; fix it there"):
             list(records)
 
 
 def test_json_that_is_nested_too_deeply_is_broken_json(tmp_path):
     (tmp_path / "d.jsonl").write_text("[" * 100_000)
-    with pytest.raises(GptlmError, match=r"d.jsonl, line 1: no valid JSON \(maximum recursion"):
+    with pytest.raises(GptlmError, match=r"d.jsonl, line 1: the JSON is nested too deeply"):
         list(read_records(tmp_path / "d.jsonl"))

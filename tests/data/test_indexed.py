@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
+from gptlm.data.corpora import find_prefixes, parse_input
 from gptlm.data.indexed import dtype_for, first_bad_token, id_range, open_tokens
-from gptlm.data.inputs import find_prefixes, parse_input
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 
@@ -172,7 +172,7 @@ def test_damaged_npy_pairs_are_named(tmp_path):
     index.write_bytes(good_index[:40])
     refused("a_idx.npz")
     np.savez(index, lens=np.array([3, 3], np.int32), docs=np.arange(3))
-    refused("holds 5 tokens.*describes 6")
+    refused("contains 5 tokens.*describes 6")
     np.savez(index, lens=np.array([3, 2], np.int64), docs=np.arange(3))
     refused("int64.*int32")
     np.savez(index, lens=np.array([3, 2], np.int32))
@@ -201,9 +201,9 @@ def test_damaged_npy_pairs_are_named(tmp_path):
     [
         ([0, 1, 2, 3], "ends at 3, the file has 4 sequences .3 documents are listed."),
         ([1, 2, 3, 4], "starts at 1, not at 0"),
-        ([0, 3, 1, 4], "goes back: document 2 begins before the one before it .at sequence 1 after 3."),
+        ([0, 3, 1, 4], "decreases: document 2 starts before the one before it .at sequence 1 after 3."),
         ([0, 1, 2, 3, 4, 5], "ends at 5"),
-        ([0, 4, 0, 4], "goes back"),
+        ([0, 4, 0, 4], "decreases"),
         ([], "is empty"),
     ],
 )
@@ -273,7 +273,7 @@ def test_the_old_single_npz_is_read(tmp_path):
     tokens = open_tokens(prefix)
     assert [tokens.get(i).tolist() for i in range(2)] == [[1], [2, 3, 4]] and tokens.sizes.dtype == np.int32
     np.savez(tmp_path / "a_ids.npz", ids=np.array([1, 2, 3, 4], np.uint16), lens=np.array([1, 4]))
-    with pytest.raises(GptlmError, match="holds 4 tokens.*describes 5"):
+    with pytest.raises(GptlmError, match="contains 4 tokens.*describes 5"):
         open_tokens(prefix)
     np.savez(tmp_path / "a_ids.npz", ids=np.array([1]))
     with pytest.raises(GptlmError, match="'ids' and 'lens'"):
@@ -329,7 +329,7 @@ def test_a_folder_with_a_blank_in_its_name_is_a_folder(tmp_path):
     ("value", "says"),
     [
         ("missing", "cannot list"),
-        ("p1 p2", "no weight"),
+        ("p1 p2", "not a weight"),
         ("1 a 2", "3 words"),
         ("-1 a 2 b", "0 or more"),
         ("nan a 2 b", "finite"),
@@ -344,5 +344,5 @@ def test_bad_input_dir(value, says):
 
 def test_an_empty_folder_is_named_with_what_it_holds(tmp_path):
     (tmp_path / "readme.md").write_text("x")
-    with pytest.raises(GptlmError, match="holds no token files.*readme.md"):
+    with pytest.raises(GptlmError, match="has no token files.*readme.md"):
         find_prefixes(str(tmp_path))

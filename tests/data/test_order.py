@@ -330,7 +330,7 @@ def test_without_a_compiler_a_blend_takes_python(compiler, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="gptlm")
     monkeypatch.setenv("CC", compiler)
-    monkeypatch.setattr(blend, "COMPILED_FROM", 10)
+    monkeypatch.setattr(blend, "MIN_COMPILED", 10)
     _compiled.cache_clear()
     try:
         parts, samples = blend_order([0.25, 0.75], 8)

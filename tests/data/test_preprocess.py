@@ -11,11 +11,11 @@ import numpy as np
 import psutil
 import pytest
 
-from gptlm.data.corpus import list_files, read_batches
+from gptlm.data.documents import read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.indexed import open_tokens
-from gptlm.data.preprocess import EncodeSettings, write_corpus
-from gptlm.data.sentences import sentence_splitter
+from gptlm.data.preprocess import EncodeSettings, sentence_splitter, write_corpus
+from gptlm.data.text_files import list_files
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer

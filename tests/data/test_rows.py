@@ -3,9 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from gptlm.data.paddle_rows import PaddleEncoder
-from gptlm.data.rows import Encoded, Encoder, Lengths, Text, text_encoder, with_targets
-from gptlm.data.turns import Content, Turn
+from gptlm.data.conversations import Content, Turn
+from gptlm.data.rows import Encoded, Encoder, Lengths, PaddleEncoder, Text, text_encoder, with_targets
 from gptlm.model.tokenizer import add_tokens, train_tokenizer
 
 END = 0
@@ -23,24 +22,24 @@ def rows(*examples, source=8, target=5, total=12, **more):
 def shown(row):
     """Ids as letters, targets in capitals; a dot is the end, as a target an exclamation mark."""
     letters = ["." if i == END else chr(i) for i in row.ids]
-    return "".join(x.upper() if m and x != "." else "!" if m else x for x, m in zip(letters, row.learnt))
+    return "".join(x.upper() if m and x != "." else "!" if m else x for x, m in zip(letters, row.loss_mask))
 
 
 @pytest.mark.parametrize(
     ("turns", "wanted"),
     [
-        ([Turn("abc", "xy")], "abcXY!"),  # the end is learnt
+        ([Turn("abc", "xy")], "abcXY!"),  # the end is a target
         ([Turn("abcdefghijkl", "xy")], "efghijklXY!"),  # a long prompt loses its beginning, not the answer
         ([Turn("abcdefghijkl", "xy", "qr")], "ghijklqrXY!"),
         ([Turn("[abcdefghij]", "xy", "qr", (Content(1, 11),))], "[ghij]qrXY!"),  # nor its headings
         ([Turn("abcdefgh", "vwxyz")], "bcdefghVWXYZ"),  # an answer that is cut does not end; the prompt gives way
         ([Turn("", "xy")], ".XY!"),  # something must foretell the first token
         ([Turn("a", "x"), Turn("b", "y")], "aX!bY!"),
-        ([Turn("abc", "xy"), Turn("def", "uvwz")], "abcXY!"),  # what does not fit whole is left out
-        ([Turn("a", "x", learnt=False), Turn("b", "y")], "ax.bY!"),  # context
-        ([Turn("a", "", learnt=False), Turn("b", "y")], "a.bY!"),
-        ([Turn("a", "x"), Turn("b", "y", learnt=False)], "aX!by."),
-        ([Turn("abcde", "x", learnt=False), Turn("fgh", "y")], "dex.fghY!"),  # what is oldest gives way
+        ([Turn("abc", "xy"), Turn("def", "uvwz")], "abcXY!"),  # what does not fit whole is skipped
+        ([Turn("a", "x", in_loss=False), Turn("b", "y")], "ax.bY!"),  # context
+        ([Turn("a", "", in_loss=False), Turn("b", "y")], "a.bY!"),
+        ([Turn("a", "x"), Turn("b", "y", in_loss=False)], "aX!by."),
+        ([Turn("abcde", "x", in_loss=False), Turn("fgh", "y")], "dex.fghY!"),  # what is oldest gives way
     ],
 )
 def test_rows(turns, wanted):
@@ -59,29 +58,29 @@ def test_the_side_that_is_cut(side, wanted):
     """The user's text is cut before the system prompt; headings and cue stay."""
     turn = Turn("[sss](abcdefgh)", "xy", "<", (Content(1, 4, "system"), Content(6, 14)))
     (row,) = rows([turn], source=12, total=20, side=side)
-    assert shown(row) == wanted and row.cut_prompts == 1
+    assert shown(row) == wanted and row.truncated_prompts == 1
     (row,) = rows([turn], source=6, total=20, side=side)
     assert shown(row) == "[s]()<XY!"
 
 
 def test_headings_that_have_no_room_leave_nothing_to_learn():
     (row,) = rows([Turn("[[[[a]]]]", "xy", "", (Content(4, 5),))], source=7)
-    assert not row.learnt.any() and row.left_out == 1
+    assert not row.loss_mask.any() and row.skipped_turns == 1
 
 
-def test_a_cut_answer_ends_where_another_turn_follows_but_that_is_not_learnt():
+def test_a_cut_answer_ends_where_another_turn_follows_but_that_is_no_target():
     (row,) = rows([Turn("a", "uvwxyz"), Turn("b", "c")], total=20)
     assert shown(row) == "aUVWXY.bC!"
 
 
 def test_the_answers_of_a_conversation_and_what_is_before_each():
-    (row,) = rows([Turn("a", "x"), Turn("b", "y", learnt=False), Turn("c", "z")])
-    assert row.earlier == ((1, "x"),) and (row.prompt, row.answer) == (7, "z")
+    (row,) = rows([Turn("a", "x"), Turn("b", "y", in_loss=False), Turn("c", "z")])
+    assert row.earlier == ((1, "x"),) and (row.prompt_length, row.response) == (7, "z")
 
 
 def test_prompts_can_be_targets_too():
-    (row,) = rows([Turn("abc", "xy")], learn_prompts=True)
-    assert shown(row) == "aBCXY!" and row.prompt == 3
+    (row,) = rows([Turn("abc", "xy")], train_on_prompt=True)
+    assert shown(row) == "aBCXY!" and row.prompt_length == 3
 
 
 def paddle(*turns, source=8, target=9, total=20):
@@ -99,8 +98,8 @@ def test_paddlenlp_s_encoding_ends_with_text_and_cuts_the_end_of_prompts():
 
 
 def test_a_sample_without_targets_is_told():
-    found = rows([Turn("abc", "")], [Turn("abc", "x", learnt=False)])
-    assert [row.learnt.any() for row in found] == [True, False]  # an empty answer is its end
+    found = rows([Turn("abc", "")], [Turn("abc", "x", in_loss=False)])
+    assert [row.loss_mask.any() for row in found] == [True, False]  # an empty answer is its end
     assert len(with_targets(found)) == 1
 
 
@@ -124,7 +123,7 @@ def test_an_answer_that_ends_with_an_allowed_end_of_text_gets_no_second_one(toke
     for allowed in (True, False):
         encoder = Encoder(text_encoder(tokenizer, allowed), end, lengths)
         (row,) = encoder.rows([[Turn("the cat ", "sat on<|endoftext|>")]])
-        assert row.ids.tolist().count(end) == 1 and row.ids[-1] == end and row.learnt[-1]
+        assert row.ids.tolist().count(end) == 1 and row.ids[-1] == end and row.loss_mask[-1]
         spelled = "" if allowed else "<|endoftext|>"
         assert tokenizer.decode(row.ids) == f"the cat sat on{spelled}<|endoftext|>"
 

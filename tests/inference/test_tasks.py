@@ -131,7 +131,7 @@ def test_ptb_and_the_ones_that_change_nothing():
     [
         (b"", "is empty"),
         (b" \n \n", "is empty"),
-        (b'{"text": "a \xff b"}', r"not UTF-8 \(byte 12\)"),
+        (b'{"text": "a \xff b"}', r"line 1: not UTF-8 \(byte ff at column 13\)"),
         (b'{"text": "a b"}\n{"txt": "a b"}\n', 'line 2: expected an object with a text, like {"text"'),
         (b"plain words\n", "line 1: expected an object with a text"),
         (b'["a b"]', "line 1: expected an object with a text"),

@@ -10,9 +10,10 @@ import pytest
 
 from gptlm.cli import main
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.data.blocks import build_split
 from gptlm.data.cache import IndexCache
+from gptlm.data.corpora import open_corpora
 from gptlm.data.indexed import open_tokens
-from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.pretrain import data as pretrain_data
@@ -127,7 +128,7 @@ def test_a_foreign_end_of_document_is_named(tmp_path, capsys):
         words = ("--input", tmp_path / "a") if more else (tmp_path / "a",)
         code, out, _ = run(capsys, tool, *words, *more)
         assert code == 0 and out.count("warning: ") == 1
-        assert "of 30 documents looked at, 30 end with id 0, the tokenizer's end-of-text id is 499" in out
+        assert "of 30 documents sampled, 30 end with id 0, the tokenizer's end-of-text id is 499" in out
     (tmp_path / "a.meta.json").unlink()
     assert "warning" not in run(capsys, "check", tmp_path / "a")[1]
 
@@ -144,7 +145,7 @@ def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, ca
     assert capsys.readouterr().out.count("end with the tokenizer's end-of-text id 0: a model cannot learn") == 1
     pretrain_data.say_missing_ends(resolved, corpora, None)
     shown = capsys.readouterr().out
-    assert shown.count("of 256 documents looked at, ") == 1 and "other ids" in shown
+    assert shown.count("of 256 documents sampled, ") == 1 and "other ids" in shown
     monkeypatch.setenv("RANK", "1")
     pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
     assert not capsys.readouterr().out

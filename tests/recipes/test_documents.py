@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from gptlm.commands.pretrain import parse_pretrain
-from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
+from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks, build_split
 from gptlm.data.cache import IndexCache
-from gptlm.data.splits import build_split, open_corpora
+from gptlm.data.corpora import open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.recipes.pretrain.run import pretrain
 

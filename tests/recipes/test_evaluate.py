@@ -181,7 +181,7 @@ def test_records_are_scored_as_preprocessing_lays_them(work, tmp_path, capsys):
     [
         ("--task TEXT --eval_path d.jsonl", "d.jsonl, line 1: .*'text'"),
         ("--task WIKITEXT2 --eval_path d.jsonl", "give --task TEXT, which reads the texts"),
-        ("--task TEXT --eval_path d.tokens.gz", "not UTF-8 .byte 1.; unpack it"),
+        ("--task TEXT --eval_path d.tokens.gz", "not UTF-8 .byte 8b at column 2.; unpack it"),
         ("--task TEXT --eval_path blank.jsonl", "nothing to evaluate: all 1 texts under 'text' are empty"),
         ("--task TEXT --eval_path none.jsonl", "nothing to evaluate: it has no records"),
         ("--task LAMBADA --eval_path l.jsonl --max_seq_length 1", "l.jsonl, line 2: the last word has"),

@@ -138,7 +138,7 @@ def test_an_array_is_read_by_its_items_and_others_are_refused(folder, capsys, tm
         (b'[{"text": "a"}, {"txt": "b"}]', "p.json", "p.json, item 2: expected an object with a text"),
         (b"[1, ", "p.json", "p.json: broken JSON array"),
         (b"[ ]", "p.json", "p.json holds no prompts"),
-        (b"\x1f\x8b\x08", "p.jsonl.gz", "p.jsonl.gz is not UTF-8 (byte 1); unpack it"),
+        (b"\x1f\x8b\x08", "p.jsonl.gz", "p.jsonl.gz, line 1: not UTF-8 (byte 8b at column 2); unpack it"),
     ):
         (tmp_path / name).write_bytes(content)
         code, out, err = predict(folder, capsys, "--input_file", tmp_path / name)
@@ -167,7 +167,7 @@ def test_a_flag_wins_over_what_is_piped(folder, capsys, tmp_path, monkeypatch):
     ]
     assert outs[0] == outs[1] != ""
     code, _, err = predict(folder, capsys)
-    assert code == 1 and "standard input is not UTF-8 (byte 0)" in err
+    assert code == 1 and "standard input, line 1: not UTF-8 (byte ff at column 1)" in err
 
 
 def test_a_prompt_that_is_cut_or_too_long_is_named(folder, capsys, tmp_path):

@@ -18,10 +18,11 @@ from transformers.trainer_pt_utils import safe_globals
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.data.blocks import build_split
 from gptlm.data.cache import IndexCache
 from gptlm.data.collate import collate_blocks
+from gptlm.data.corpora import open_corpora
 from gptlm.data.indexed import open_tokens
-from gptlm.data.splits import build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer

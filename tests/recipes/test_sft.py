@@ -370,7 +370,7 @@ def test_a_share_is_held_out_where_there_is_no_dev_file(tune, tmp_path, capsys):
     (tmp_path / "d.json").write_text(json.dumps([*ROWS, {"src": "x", "tgt": ""}]))
     metrics, _ = tune("--do_eval", "--max_steps", "1", data=tmp_path / "d.json")
     said = capsys.readouterr().out
-    assert f"the last 1 of {len(ROWS)} are held out" in said and "1 records of" in said and "without an answer" in said
+    assert f"the last 1 of {len(ROWS)} are held out" in said and "1 records of" in said and "without a response" in said
     assert "the first example, prompt: " in said and repr(f"{ROWS[0]['tgt']}<|endoftext|>") in said
     assert "eval_loss" in metrics
 
@@ -512,9 +512,9 @@ def test_a_chat_template_gives_the_row_it_renders(chat):
     end = tokenizer.eos_token
     rendered = f"<user>the cat\n<assistant>sat on{end}\n<user>the cat\n<assistant>sat on{end}\n"
     assert tokenizer.decode(row.ids.tolist()) == rendered
-    learnt = [tokenizer.decode(row.ids[row.learnt].tolist())]
-    assert learnt == [f"sat on{end}" * 2]
-    assert tokenizer.decode(row.ids[: row.prompt].tolist()) == rendered.removesuffix(f"sat on{end}\n")
+    targets = [tokenizer.decode(row.ids[row.loss_mask].tolist())]
+    assert targets == [f"sat on{end}" * 2]
+    assert tokenizer.decode(row.ids[: row.prompt_length].tolist()) == rendered.removesuffix(f"sat on{end}\n")
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_turns_without_room_are_counted(tune, tmp_path, capfd):
     """A turn and its headings are more than 8 tokens, positions are 48: of nine turns at least three are left out."""
     (tmp_path / "long.json").write_text(json.dumps([{"messages": CHAT * 9}] * 4))
     tune(data=tmp_path / "long.json")
-    found = re.search(r"(\d+) turns at the ends of 4 train conversations are left out", "".join(capfd.readouterr()))
+    found = re.search(r"(\d+) turns at the ends of 4 train conversations are skipped", "".join(capfd.readouterr()))
     assert found and int(found[1]) >= 12
 
 
@@ -653,8 +653,8 @@ def test_cut_texts_are_counted_and_references_stay_whole(tune, tmp_path, capfd):
         data=tmp_path / "cut.json",
     )  # fmt: skip
     said = "".join(capfd.readouterr())
-    assert "2 of 6 train prompts are cut at --src_length" in said
-    assert "2 of 6 train answers are cut at --tgt_length or --max_length: those teach no end" in said
+    assert "2 of 6 train prompts are truncated to --src_length" in said
+    assert "2 of 6 train responses are truncated to --tgt_length or --max_length: the model does not learn" in said
     (path,) = (tmp_path / "out" / "predictions").glob("eval-step-6.jsonl")
     references = [json.loads(line)["reference"] for line in path.read_text().splitlines()]
     assert references == [row["tgt"] for row in rows]
@@ -698,7 +698,7 @@ def test_an_unusable_dev_file_in_the_folder_is_named(tune, tmp_path, capfd):
     (tmp_path / "dev.json").write_text("[]")
     metrics, _ = tune("--do_eval", "--max_steps", 1, "--generate_num", 0, data=tmp_path)
     said = "".join(capfd.readouterr())
-    assert "dev.json holds no example with an answer: training examples are held out instead" in said
+    assert "dev.json has no example with a response: training examples are held out instead" in said
     assert f"train: {len(ROWS) - 1} examples of {tmp_path}/train.json" in said and "eval_loss" in metrics
     with pytest.raises(GptlmError, match=r"no examples to evaluate on in .*dev.json"):
         tune("--do_train", 0, "--do_eval", data=tmp_path)
@@ -709,7 +709,7 @@ def test_evaluation_data_is_never_trained_on(tune, model, tmp_path, capfd):
     folder = tmp_path / "d"
     folder.mkdir()
     (folder / "dev.json").write_text(json.dumps(ROWS[:5]))
-    with pytest.raises(GptlmError, match=r"holds dev.json but no train.json"):
+    with pytest.raises(GptlmError, match=r"has dev.json but no train.json"):
         tune(data=folder)
     few = ["--do_train", 0, "--do_eval", "--generate_num", 0]
     assert tune(*few, data=folder)[0]["eval_loss"] == pytest.approx(by_hand(model, ROWS[:5])[0], abs=1e-5)

@@ -106,7 +106,9 @@ def test_what_a_run_says_of_its_data(tune, capsys):
     assert "d.jsonl: 1 records read as src/tgt\n" in said
     assert "d.jsonl: ignored keys: id (3), tools (1)" in said
     assert "d.jsonl: <|im_end|> ends a turn" in said
-    assert re.search(r"train examples of .*d.jsonl: 1 spell a special token \(<\|im_end\|>\), which stays text", said)
+    assert re.search(
+        r"train examples of .*d.jsonl: 1 contain a special token \(<\|im_end\|>\), which is encoded as text", said
+    )
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", " two dogs"), ("right", "the cat sat")])
@@ -127,7 +129,7 @@ def test_special_tokens_in_prompts_are_asked_for(model, caplog):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "the cat<|endoftext|>"
     assert encode_prompts(tokenizer, [text], 50) == [tokenizer(text, split_special_tokens=True)["input_ids"]]
-    assert "prompts: 1 spell a special token (<|endoftext|>), which stays text" in caplog.text
+    assert "prompts: 1 contain a special token (<|endoftext|>), which is encoded as text" in caplog.text
     assert encode_prompts(tokenizer, [text], 50, allow_special_tokens=True) == [tokenizer(text)["input_ids"]]
 
 

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("blend.c")
 COMPILER_FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off")  # no flag that changes how sums are rounded
 COMPILE_SECONDS = 60
-COMPILED_FROM = 50_000  # samples; fewer take Python less time than compiling takes
+MIN_COMPILED = 50_000  # samples; the Python loop takes less time for fewer than compiling
+
+MARGIN = 1.005  # each part gives half a percent more samples than its share, as in the originals
 
 Loop = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-
-MARGIN = 1.005  # each part is asked for half a percent more than its share, as in the originals
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
@@ -35,7 +35,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def part_samples(num_samples: int, weight: float, data_order: str = "paddlenlp") -> int:
-    """Samples asked of a part with normalised `weight` when the blend must give `num_samples`."""
+    """Samples of a part with normalised `weight` in a blend of at least `num_samples`."""
     if data_order == "megatron-core":
         return int(math.ceil(math.ceil(num_samples * weight) * MARGIN))
     return int(math.ceil(num_samples * weight * MARGIN))
@@ -51,8 +51,8 @@ def blend_size(num_samples: int, weights: Sequence[float], data_order: str = "pa
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Which part, and which of its samples, is sample i of the blend.
 
-    Sample i comes from the part that lags most behind its share, max over parts of w x max(i, 1) - taken, the first
-    such part on a tie (PaddleNLP and Megatron `helpers.cpp`).
+    Sample i comes from the part that is furthest behind its share, the argmax over parts of w x max(i, 1) - taken, and
+    the first such part on a tie (PaddleNLP and Megatron `helpers.cpp`).
 
     Args:
         weights: normalised, fewer than 255.
@@ -64,8 +64,8 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
         GptlmError: for 255 parts and more, which the originals' uint8 cannot count.
     """
     if len(weights) >= 255:
-        raise GptlmError(f"{len(weights)} corpora in one blend; at most 254 work, merge some of them")
-    loop = (_compiled() if size >= COMPILED_FROM else None) or _loop
+        raise GptlmError(f"{len(weights)} corpora in one blend; at most 254 are supported, merge some of them")
+    loop = (_compiled() if size >= MIN_COMPILED else None) or _loop
     return loop(np.asarray(weights, np.float64), size)
 
 
@@ -88,13 +88,10 @@ def _loop(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Loop | None:
-    """`_loop` in C, some 50 times faster; None, which is said, where it cannot be compiled.
-
-    It is compiled into a folder of its own that is removed at once: nothing is shared with other processes or left.
-    """
+    """`_loop` in C, about 50 times faster; None, with a log message, where it cannot be compiled."""
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     try:
-        with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:
+        with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:  # not shared with other processes
             library = str(Path(folder) / "blend.so")
             command = [*compiler, *COMPILER_FLAGS, "-o", library, str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
@@ -118,12 +115,12 @@ def _compiled() -> Loop | None:
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no C compiler {error.filename!r}"
-    lines = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+    return lines[0] if lines else str(error) or type(error).__name__
 
 
 class BlendedDataset:
-    """Samples of several datasets in `blend_order`; same `[i] -> (seq_length + 1,) int64` as its parts."""
+    """Samples of several datasets in `blend_order`; `dataset[i]` is (seq_length + 1,) int64, as of its parts."""
 
     def __init__(self, datasets: Sequence, weights: Sequence[float], size: int, cache: IndexCache | None = None):
         self.datasets = datasets
@@ -131,12 +128,13 @@ class BlendedDataset:
         def build() -> dict[str, np.ndarray]:
             return dict(zip(("parts", "samples"), blend_order(weights, size), strict=True))
 
-        what = {"blend": [float(weight).hex() for weight in weights], "size": size}
+        what = {"blend": [float(weight).hex() for weight in weights], "size": size}  # hex: every bit counts
         arrays = (cache or IndexCache([])).load_or_build(what, build)
         parts, samples = arrays["parts"], arrays["samples"]
-        # Beyond the requested samples a part may be asked for more than it has: the blend ends there.
+        # After the requested samples a part can have none left: the blend ends there.
         lengths = np.array([len(dataset) for dataset in datasets])
-        end = len(parts) if (fits := samples < lengths[parts]).all() else int(np.argmin(fits))
+        exists = samples < lengths[parts]
+        end = len(parts) if exists.all() else int(np.argmin(exists))
         self.parts, self.samples = parts[:end], samples[:end]
 
     def __len__(self) -> int:

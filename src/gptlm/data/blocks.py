@@ -1,19 +1,25 @@
-"""Fixed-length training samples over a corpus."""
+"""Pretraining samples: blocks of max_seq_length + 1 tokens from the corpora of a split."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from gptlm.data.blend import BlendedDataset, blend_size, normalise, part_samples
+from gptlm.data.cache import IndexCache, content_hash
+from gptlm.data.corpora import Corpus
 from gptlm.data.indexed import IndexedTokens
-from gptlm.data.order import SampleOrder
+from gptlm.data.order import SampleOrder, build_order
 
 DOCUMENT_MASKINGS = ("none", "position", "attention")
 
+Piece = tuple[int, int, np.ndarray]  # sequence, offset of its first token in the sequence, ids
+
 
 class BlockDataset:
-    """`dataset[i]` is sample i of `order`: (seq_length + 1,) int64 token ids, documents joined without a mark.
+    """`dataset[i]` is sample i of `order`: (seq_length + 1,) int64 token ids, documents joined without a separator.
 
-    Neighbouring samples of the stream share one token, so that every token is once a target.
+    Neighbouring samples of the stream share one token, so every token is a target once.
     """
 
     def __init__(self, tokens: IndexedTokens, order: SampleOrder):
@@ -27,27 +33,30 @@ class BlockDataset:
         return join(self.pieces(i))
 
     def documents_of(self, i: int) -> list[int]:
-        """The document each of `pieces(i)` belongs to; a document may be several sequences."""
+        """The document of each of `pieces(i)`; a document can be several sequences."""
         sequences = [sequence for sequence, _, _ in self.pieces(i)]
         return np.searchsorted(self.tokens.document_starts, sequences, side="right").tolist()
 
-    def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
-        """Sample i as views: (sequence, offset of its first token in the sequence, ids) of each document in it."""
+    def pieces(self, i: int) -> list[Piece]:
+        """Sample i as views, one for each sequence in it."""
         row = int(self.order.shuffle[i])
         (first, offset), (last, end) = self.order.samples[row].tolist(), self.order.samples[row + 1].tolist()
         found = []
-        for document in self.order.documents[first : last + 1].tolist():
-            found.append((document, offset, self.tokens.get(document, offset)))
+        for sequence in self.order.documents[first : last + 1].tolist():
+            found.append((sequence, offset, self.tokens.get(sequence, offset)))
             offset = 0
-        document, offset, _ = found[-1]
-        found[-1] = (document, offset, self.tokens.get(document, offset, end - offset + 1))
+        sequence, offset, _ = found[-1]
+        found[-1] = (sequence, offset, self.tokens.get(sequence, offset, end - offset + 1))
         return found
 
 
-class UnreadBlocks:
-    """`dataset` for a process that needs only its shapes: the samples and documents it has, every id 0.
+PretrainingDataset = BlockDataset | BlendedDataset
 
-    Their lengths lie in the index; the token file is not read.
+
+class UnreadBlocks:
+    """`dataset` for a process that needs only shapes: the same samples and documents, every id 0.
+
+    Lengths come from the index; the token file is not read.
     """
 
     def __init__(self, dataset: Any):
@@ -62,7 +71,7 @@ class UnreadBlocks:
     def documents_of(self, i: int) -> list[int]:
         return self.dataset.documents_of(i)
 
-    def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
+    def pieces(self, i: int) -> list[Piece]:
         return [(sequence, offset, np.zeros(len(ids), ids.dtype)) for sequence, offset, ids in self.dataset.pieces(i)]
 
 
@@ -88,6 +97,59 @@ class BlocksWithDocuments:
         return join(pieces), lengths
 
 
-def join(pieces: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
+def join(pieces: list[Piece]) -> np.ndarray:
     """The ids of `pieces` end to end, int64."""
     return np.concatenate([ids for _, _, ids in pieces], dtype=np.int64)
+
+
+def build_split(
+    corpora: Sequence[Corpus],
+    split: str,
+    *,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    cache: IndexCache,
+    data_order: str = "paddlenlp",
+) -> PretrainingDataset | None:
+    """The dataset of one split with at least `num_samples` samples, or None if the split is empty everywhere.
+
+    Parts of a blend whose split is empty are skipped, and the others are weighted up. A split shorter than one sample
+    is repeated until it fills one, as in the originals; `refuse_short` refuses such splits.
+    """
+
+    def dataset(corpus: Corpus, samples: int) -> BlockDataset:
+        order = _cached_order(corpus, split, samples, seq_length, seed, cache, data_order)
+        return BlockDataset(corpus.tokens, order)
+
+    present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count(split) > 0]
+    if not present:
+        return None
+    if len(corpora) == 1:
+        return dataset(present[0], num_samples)
+    weights = normalise([corpus.weight for corpus in present])
+    samples = [part_samples(num_samples, weight, data_order) for weight in weights]
+    parts = [dataset(corpus, number) for corpus, number in zip(present, samples, strict=True)]
+    return BlendedDataset(parts, weights, blend_size(num_samples, weights, data_order), cache)
+
+
+def _cached_order(
+    corpus: Corpus, split: str, num_samples: int, seq_length: int, seed: int, cache: IndexCache, data_order: str
+) -> SampleOrder:
+    first, last = corpus.sequences(split)
+    sizes, settings = corpus.tokens.sizes, {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+    what = {
+        "order": "fleetx" if data_order == "fleetx" else "shuffled",  # the others differ in their bounds only
+        "sizes": content_hash(sizes),
+        "sequences": [first, last],
+        **settings,
+    }
+
+    def build() -> dict[str, np.ndarray]:
+        order = build_order(sizes, first, last, **settings, data_order=data_order)
+        facts = np.array([order.epochs, order.separate_last_epoch], np.int64)
+        return {"documents": order.documents, "samples": order.samples, "shuffle": order.shuffle, "epochs": facts}
+
+    arrays = cache.load_or_build(what, build)
+    epochs, separate = arrays["epochs"].tolist()
+    return SampleOrder(arrays["documents"], arrays["samples"], arrays["shuffle"], epochs, bool(separate))

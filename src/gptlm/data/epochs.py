@@ -1,4 +1,4 @@
-"""Each sample once, in whole batches with a partial one at the end: epochs of training, and evaluations."""
+"""Datasets with each sample once per epoch, in whole batches and a partial one at the end."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 
 class Position(NamedTuple):
-    """`place` samples of `epoch` are trained, and all epochs before it."""
+    """`place` samples of `epoch` have been trained on, and all epochs before it."""
 
     epoch: int
     place: int
@@ -19,19 +19,18 @@ BEGIN = Position(0, 0)
 
 
 class Size(NamedTuple):
-    """What a sample holds: training examples (several where they are packed) and tokens without padding."""
+    """Training examples of a sample (several if they are packed) and its tokens without padding."""
 
     examples: int
     tokens: int
 
 
 class Epochs(Dataset):
-    """Epoch after epoch of `items`, each in an order of its own; a batch never crosses the end of an epoch.
+    """Epochs of `items`, each in its own order; a batch never crosses the end of an epoch.
 
-    `dataset[i]` is sample i % batch of the step i // batch after `start`. The last batch of an epoch is partial, as
-    the stock Trainer's: its places without a sample hold `filler`. So every step has the same number of micro-batches
-    on every process, which is what DistributedDataParallel, DeepSpeed and accumulation need, and no sample is repeated
-    to fill a process.
+    `dataset[i]` is sample i % batch of step i // batch after `start`. The last batch of an epoch is partial, as in the
+    stock Trainer: `filler` takes the missing places. So every step has the same number of micro-batches on every
+    process, which DistributedDataParallel, DeepSpeed and gradient accumulation need, and no sample is repeated.
 
     Args:
         items: the samples of an epoch.
@@ -39,7 +38,7 @@ class Epochs(Dataset):
         filler: a sample without targets, which adds nothing to a loss that is a sum over targets.
         batch: samples of an optimizer step on all processes.
         steps: optimizer steps from `start` to the end of the run.
-        start: where the run goes on. It counts samples, not steps, so that a run goes on exactly where it stopped
+        start: where the run resumes. It counts samples, not steps, so that a run resumes exactly where it stopped
             with another batch size or number of processes as well.
     """
 
@@ -78,7 +77,7 @@ class Epochs(Dataset):
         return position_after(steps, self.start, len(self.items), self.batch)
 
     def trained(self, steps: int) -> Size:
-        """Examples and tokens trained in the first `steps` optimizer steps after `start`."""
+        """Examples and tokens of the first `steps` optimizer steps after `start`."""
         now = self.counted(steps)
         return Size(now.examples - self._at_start.examples, now.tokens - self._at_start.tokens)
 
@@ -106,13 +105,13 @@ class Epochs(Dataset):
 
 
 class Filled(Dataset):
-    """`samples`, and behind them as many `filler` as make the batches of all processes whole; sums do not change.
+    """`samples` and then as many `filler` as the batches of all processes need; sums do not change.
 
     Args:
         samples: a dataset with a length.
         filler: a sample without targets.
         multiple: samples of a batch over all processes.
-        examples: what `samples` hold; unset: as many as there are.
+        examples: in `samples`; None: one in each.
     """
 
     def __init__(self, samples: Any, filler: Any, multiple: int, examples: int | None = None):
@@ -128,13 +127,13 @@ class Filled(Dataset):
 
 
 def steps_in(samples: int, batch: int) -> int:
-    """Optimizer steps of one epoch, at least 1: the last one may be partial."""
+    """Optimizer steps of one epoch, at least 1; the last one can be partial."""
     return max(1, math.ceil(samples / batch))
 
 
 def position_after(steps: int, start: Position, samples: int, batch: int) -> Position:
-    """Where a run is `steps` optimizer steps after `start`; at the end of an epoch that is the next one's beginning."""
-    rest = math.ceil((samples - start.place) / batch)  # steps to the end of the epoch that `start` lies in
+    """Where a run is `steps` optimizer steps after `start`; the end of an epoch is the start of the next one."""
+    rest = math.ceil((samples - start.place) / batch)  # steps to the end of the epoch of `start`
     if steps < rest:
         return Position(start.epoch, start.place + steps * batch)
     epochs, steps = divmod(steps - rest, steps_in(samples, batch))
@@ -142,9 +141,9 @@ def position_after(steps: int, start: Position, samples: int, batch: int) -> Pos
 
 
 def steps_left(epochs: float, start: Position, samples: int, batch: int) -> int:
-    """Optimizer steps from `start` to the end of `epochs`; of a fraction ceil(epochs x steps), as the stock Trainer.
+    """Optimizer steps from `start` to the end of `epochs`, which is step ceil(epochs x steps), as in the stock Trainer.
 
-    0 where `start` lies at or behind that end.
+    0 if `start` is at or after that end.
     """
     end = position_after(math.ceil(epochs * steps_in(samples, batch)), BEGIN, samples, batch)
     if end <= start:

@@ -1,17 +1,27 @@
-"""Prompts and answers from files in the formats people have them."""
+"""Prompts and responses from files, in the record formats of other libraries."""
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gptlm.data.messages import ROLES, Conversation, PlainHeadings, conversation
-from gptlm.data.turns import Chat, Content, Example, Turn
-from gptlm.data.unicode import ESCAPED, check_record
-from gptlm.errors import GptlmError, reason_of
+from gptlm.data.conversations import (
+    ROLES,
+    Content,
+    Conversation,
+    Example,
+    PlainHeadings,
+    Turn,
+    has_targets,
+    parse_conversation,
+)
+from gptlm.data.documents import read_batches
+from gptlm.data.text_files import check_record, format_of, is_dataset, parse_line, read_text
+from gptlm.errors import GptlmError
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +30,7 @@ SUFFIXES = (".json", ".jsonl", ".parquet")
 KNOWN = "src/tgt, source/target, instruction/output, prompt/response, messages, conversations, question/context/answers"
 PAIRS = (("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion"))
 ASSISTANTS = tuple(name for name, role in ROLES.items() if role == "assistant")
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Renderer(Protocol):
@@ -27,21 +38,21 @@ class Renderer(Protocol):
 
     uses_tools: bool
 
-    def __call__(self, talk: Conversation) -> Example: ...
+    def __call__(self, conversation: Conversation) -> Example: ...
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What a file holds.
+    """The examples of a file.
 
     Attributes:
-        left_out: why records are no examples -> how many.
-        forms: how records were read -> how many.
-        ignored: keys that are not used -> in how many records.
+        skipped: reason -> number of records that are no examples.
+        forms: record format -> number of records.
+        ignored: key that is not used -> number of records that have it.
     """
 
     examples: list[Example]
-    left_out: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
     forms: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -50,12 +61,7 @@ def find_files(path: Path, split: str) -> list[Path]:
     """The files (or saved datasets) of "train" or "dev" in the folder `path`, best first; empty if there is none."""
     names = [f"{stem}{suffix}" for stem in SPLITS[split] for suffix in SUFFIXES]
     found = [path / name for name in names if (path / name).is_file()]
-    return found + [path / stem for stem in SPLITS[split] if is_saved_dataset(path / stem)]
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder that `datasets.Dataset.save_to_disk` wrote."""
-    return (path / "state.json").is_file()
+    return found + [path / stem for stem in SPLITS[split] if is_dataset(path / stem)]
 
 
 def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, questions: bool = False) -> Examples:
@@ -67,36 +73,27 @@ def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, quest
         questions: records with source, target and title ask for the question (PaddleNLP's question generation).
 
     Raises:
-        GptlmError: naming the place of a record of no known form.
+        GptlmError: with the place of a record of unknown form.
     """
     found = Examples([])
     for place, record in records:
         if not isinstance(record, dict):
             raise GptlmError(f"{place}: expected an object, found {type(record).__name__}")
-        form = _form(record, place, render, questions)
+        form = _parse(record, place, render, questions)
         found.forms[form.name] += 1
         found.ignored.update(key for key, value in record.items() if key not in form.used and value is not None)
         found.ignored.update(f"messages.{key}" for key in form.ignored)
         for example in form.examples:
-            if isinstance(example, Chat):
-                learnt = any(answer.learnt for answer in example.answers)
-            else:
-                learnt = any(turn.learnt for turn in example)
-            if learnt:
+            if has_targets(example):
                 found.examples.append(example)
             else:
-                found.left_out["without an answer"] += 1
+                found.skipped["without a response"] += 1
     return found
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a record is read.
-
-    Attributes:
-        used: its keys that are.
-        ignored: keys of its messages that are not.
-    """
+class _Parsed:
+    """A record as examples: its form, its keys that are used, and keys of its messages that are not."""
 
     name: str
     used: tuple[str, ...]
@@ -104,49 +101,49 @@ class _Form:
     ignored: frozenset[str] = frozenset()
 
 
-def _form(record: dict[str, Any], place: str, render: Renderer, questions: bool) -> _Form:
+def _parse(record: dict[str, Any], place: str, render: Renderer, questions: bool) -> _Parsed:
     keys = record.keys()
     if isinstance(record.get("data"), list):
-        return _Form("SQuAD articles, question generation", ("data", "version"), _squad(record["data"], place))
+        return _Parsed("SQuAD articles, question generation", ("data", "version"), _squad(record["data"], place))
     if "messages" in keys or "conversations" in keys:
         return _conversation(record, place, render)
     if {"question", "context", "answers"} <= keys:
         example = _question(record["question"], record["context"], record["answers"], place)
         name = "question/context/answers, question generation"
-        return _Form(name, ("question", "context", "answers"), [example])
+        return _Parsed(name, ("question", "context", "answers"), [example])
     if questions and {"source", "target", "title"} <= keys:
         example = _question(record["target"], record["source"], {"text": [record["title"]]}, place)
-        return _Form("source/title/target, question generation", ("source", "target", "title"), [example])
+        return _Parsed("source/title/target, question generation", ("source", "target", "title"), [example])
     if "instruction" in keys and "output" in keys:
         used = ("instruction", "input", "output", "system", "history")
-        return _Form("instruction/input/output", used, [_alpaca(record, place)])
+        return _Parsed("instruction/input/output", used, [_alpaca(record, place)])
     for given, wanted in PAIRS:
         if given in keys and wanted in keys:
             return _pairs(record, given, wanted, place, render)
-    raise GptlmError(f"{place}: the keys {', '.join(map(str, record))} are of no known form; expected {KNOWN}")
+    raise GptlmError(f"{place}: the keys {', '.join(map(str, record))} are not a known form; expected {KNOWN}")
 
 
-def _conversation(record: dict[str, Any], place: str, render: Renderer) -> _Form:
+def _conversation(record: dict[str, Any], place: str, render: Renderer) -> _Parsed:
     name = "messages" if record.get("messages") or "conversations" not in record else "conversations"
-    talk = conversation(record[name], place, system=record.get("system"), tools=record.get("tools"))
+    conversation = parse_conversation(record[name], place, system=record.get("system"), tools=record.get("tools"))
     first = record[name][0]
     own_system = first.get("role", first.get("from")) == "system"
     used = (name, *(() if own_system else ("system",)), *(("tools",) if render.uses_tools else ()))
-    more = {key for message in talk.messages for key in message} - {"role", "content"}
+    more = {key for message in conversation.messages for key in message} - {"role", "content"}
     ignored = frozenset(more) if isinstance(render, PlainHeadings) else frozenset()
-    return _Form(name, used, [render(talk)], ignored)
+    return _Parsed(name, used, [render(conversation)], ignored)
 
 
 def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
-    """One turn, after those of `history`, as LLaMA-Factory reads it: answers in it are targets, too."""
+    """One turn, after those of `history`, as LLaMA-Factory reads it: responses in it are targets, too."""
     turns = []
     history = record.get("history")
     for number, pair in enumerate([] if history is None else history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise GptlmError(f"{place}: history {number} is no pair of a prompt and an answer")
+            raise GptlmError(f"{place}: history {number} is not a pair of a prompt and a response")
         turns.append((_text(pair[0], place), "", _text(pair[1], place)))
-    turns.append((_text(record["instruction"], place), _text(record.get("input") or "", place), ""))
-    turns[-1] = (*turns[-1][:2], _text(record["output"], place))
+    last = record["instruction"], record.get("input") or "", record["output"]
+    turns.append((_text(last[0], place), _text(last[1], place), _text(last[2], place)))
     system = _text(record.get("system") or "", place)
     found = []
     for number, (instruction, more, output) in enumerate(turns):
@@ -162,30 +159,26 @@ def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
     return found
 
 
-def _pairs(record: dict[str, Any], given: str, wanted: str, place: str, render: Renderer) -> _Form:
-    """A prompt and an answer; lists of them are the turns of one conversation (PaddleNLP), or messages (TRL)."""
+def _pairs(record: dict[str, Any], given: str, wanted: str, place: str, render: Renderer) -> _Parsed:
+    """A prompt and a response; lists of them are the turns of one conversation (PaddleNLP), or messages (TRL)."""
     prompts, answers, name = record[given], record[wanted], f"{given}/{wanted}"
-    if _messages(prompts) and _messages(answers):
-        context = [message | {"weight": 0} if _speaks(message) else message for message in prompts]
-        talk = conversation(context + answers, place, tools=record.get("tools"))
+    if is_messages(prompts) and is_messages(answers):
+        context = [message | {"weight": 0} if _is_from_assistant(message) else message for message in prompts]
+        conversation = parse_conversation(context + answers, place, tools=record.get("tools"))
         used = (given, wanted, *(("tools",) if render.uses_tools else ()))
-        return _Form(f"{name} of messages", used, [render(talk)])
+        return _Parsed(f"{name} of messages", used, [render(conversation)])
     if isinstance(prompts, str) or isinstance(answers, str):
         prompts, answers = [prompts], [answers]
     elif isinstance(prompts, list):
         name += " of several turns"
     if not isinstance(prompts, list) or not isinstance(answers, list) or len(prompts) != len(answers):
-        raise GptlmError(f"{place}: {given} and {wanted} are lists of different lengths, or no texts")
+        raise GptlmError(f"{place}: {given} and {wanted} are lists of different lengths, or not texts")
     pairs = [(_text(prompt, place), _text(answer, place)) for prompt, answer in zip(prompts, answers, strict=True)]
-    turns = [Turn(prompt, answer, learnt=bool(answer.strip())) for prompt, answer in pairs]
-    return _Form(name, (given, wanted), [turns])
+    turns = [Turn(prompt, answer, in_loss=bool(answer.strip())) for prompt, answer in pairs]
+    return _Parsed(name, (given, wanted), [turns])
 
 
-def _messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
-def _speaks(message: dict[str, Any]) -> bool:
+def _is_from_assistant(message: dict[str, Any]) -> bool:
     return message.get("role", message.get("from")) in ("assistant", *ASSISTANTS)
 
 
@@ -203,11 +196,11 @@ def _squad(articles: list[Any], place: str) -> Iterator[Example]:
                     answers = {"text": [answer["text"] for answer in question.get("answers", [])]}
                     yield _question(question["question"], paragraph["context"], answers, place)
     except (TypeError, KeyError) as error:
-        raise GptlmError(f"{place}: no SQuAD file: {error} is missing or of another form") from error
+        raise GptlmError(f"{place}: not a SQuAD file: {error} is missing or has another form") from error
 
 
 def _question(question: Any, context: Any, answers: Any, place: str) -> Example:
-    """Question generation, as in PaddleNLP's finetune_generation.py; empty where there is no answer to ask for."""
+    """Question generation, as in PaddleNLP's finetune_generation.py; empty where there is no answer."""
     try:
         texts = answers.get("text", []) if isinstance(answers, dict) else [answer["text"] for answer in answers]
     except (TypeError, KeyError) as error:
@@ -227,34 +220,39 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of a .jsonl or .json file (an array, one object, or lines), a .parquet file, or a saved dataset.
 
     Raises:
-        GptlmError: saying what cannot be read, and where.
+        GptlmError: with the place of what cannot be read.
     """
-    if path.suffix == ".parquet" or path.is_dir():
-        yield from _dataset(path)
+    if format_of(path) in (".parquet", "dataset"):
+        for batch in read_batches([path], keys=None):
+            yield from ((f"{path}, record {number}", row) for number, row in zip(batch.numbers, batch.records))
         return
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise GptlmError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from error
-    whole = _whole(text)
-    records: Iterator[tuple[str, Any]]
+    text = read_text(path)
+    whole = _as_json(text)
+    records: Iterable[tuple[str, Any]]
     if isinstance(whole, list):
         records = ((f"{path}, record {number}", record) for number, record in enumerate(whole, start=1))
-    elif isinstance(whole, dict) and path.suffix != ".jsonl" and (rows := _table(whole)):
+    elif isinstance(whole, dict) and path.suffix != ".jsonl" and (rows := _table_rows(whole)):
         logger.info("%s is a table by columns (%s): %d examples", path, ", ".join(whole), len(rows))
-        records = ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+        records = ((f"{path}, record {number}", row) for number, row in enumerate(rows, start=1))
     elif whole is not None:
-        records = iter([(f"{path}, line 1" if path.suffix == ".jsonl" else str(path), whole)])
+        records = [(f"{path}, line 1" if path.suffix == ".jsonl" else str(path), whole)]
     else:
-        records = _lines(text, path)
-    if ESCAPED.search(text):
-        records = ((place, check_record(record, place)) for place, record in records)
-    yield from records
+        records = _json_lines(text, path)
+    check = ESCAPED_SURROGATE.search(text) is not None  # nothing else in valid UTF-8 can be invalid Unicode
+    yield from ((place, check_record(record, place) if check else record) for place, record in records)
 
 
-def _whole(text: str) -> Any:
+def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                yield place, parse_line(line)
+            except GptlmError as error:
+                raise GptlmError(f"{place}: {error}") from error
+
+
+def _as_json(text: str) -> Any:
     """The file as one JSON value; None where it is lines."""
     try:
         return json.loads(text)
@@ -262,12 +260,12 @@ def _whole(text: str) -> Any:
         return None
 
 
-def _table(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an object that has a list of values (or an object of them by row, pandas' form) for each column.
+def _table_rows(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an object that has for each column a list of values (or an object of them by row, pandas' form).
 
-    Empty for a single record: lists of messages and SQuAD's articles are none.
+    Empty for a single record, such as one with lists of messages or SQuAD's articles.
     """
-    if any(_messages(whole.get(key)) for key in ("messages", "conversations", "data", "prompt")):
+    if any(is_messages(whole.get(key)) for key in ("messages", "conversations", "data", "prompt")):
         return []
     columns: dict[str, list[Any]] = {}
     index = next((values.keys() for values in whole.values() if isinstance(values, dict)), None)
@@ -282,25 +280,6 @@ def _table(whole: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}, line {number}", json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise GptlmError(f"{path}, line {number}: no valid JSON ({error})") from error
-
-
-def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
-    import datasets
-
-    try:
-        rows = (
-            datasets.Dataset.from_parquet(str(path))
-            if path.suffix == ".parquet"
-            else datasets.load_from_disk(str(path))
-        )
-    except Exception as error:  # datasets, pyarrow and OSError
-        raise GptlmError(f"{path} cannot be read as a dataset: {reason_of(error)}") from error
-    yield from ((f"{path}, row {number}", dict(row)) for number, row in enumerate(rows))
+def is_messages(value: Any) -> bool:
+    """Whether `value` is a list of objects, such as the messages of a conversation."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)

@@ -1,6 +1,6 @@
 """Which tokens make sample i: the document, sample and shuffle index of the originals, bit for bit.
 
-One algorithm, small named differences:
+One algorithm with small differences by `data_order`:
     paddlenlp, megatron   the same arrays (megatron: Megatron-LM before core, with its last-epoch assertion relaxed)
     megatron-core         split bounds are rounded each on its own
     fleetx                documents stay in file order (FleetX and PaddleFleetX of 2022), only samples are shuffled
@@ -21,7 +21,7 @@ import numpy as np
 from gptlm.errors import GptlmError, named
 
 DATA_ORDERS = ("paddlenlp", "megatron", "megatron-core", "fleetx")
-SEPARATE_BELOW = 0.80  # a last epoch used for less than this share is shuffled apart
+SEPARATE_BELOW = 0.80  # a last epoch of which a smaller share is used is shuffled separately
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class SampleOrder:
     """The three index arrays of one split.
 
     Attributes:
-        documents: (epochs x documents,) int32, or int64 past 2^31 sequences (which the originals refuse), the order
-            in which sequences follow each other.
-        samples: (n + 1, 2) int32 or int64, (position in `documents`, token offset) where sample k begins.
-        shuffle: (n,) uint32 or int64, sample i of the dataset is row shuffle[i] of `samples`.
-        epochs: passes over the split that n samples take.
-        separate_last_epoch: whether the last pass was shuffled apart from the others.
+        documents: (epochs x sequences,) int32, or int64 from 2^31 sequences on (which the originals refuse): the order
+            of the sequences.
+        samples: (n + 1, 2) int32 or int64, (position in `documents`, token offset) of the start of sample k.
+        shuffle: (n,) uint32 or int64: sample i of the dataset is row shuffle[i] of `samples`.
+        epochs: passes over the split for n samples.
+        separate_last_epoch: whether the last epoch is shuffled separately.
     """
 
     documents: np.ndarray
@@ -48,7 +48,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """The three shares in "949,50,1" or "90/5/5" or "100", padded with zeros.
 
     Raises:
-        GptlmError: if a share is no number, is negative, or all are zero.
+        GptlmError: if a share is not a number, is negative, or all are zero.
     """
     separator = "," if "," in split else "/"
     try:
@@ -64,7 +64,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_bounds(split: str, size: int, data_order: str = "paddlenlp") -> list[int]:
-    """Bounds [0, b1, b2, b3] of train, valid and test over `size` sequences; the originals' rounding."""
+    """Bounds [0, b1, b2, b3] of train, valid and test over `size` sequences, with the originals' rounding."""
     shares = parse_split(split)
     if data_order == "megatron-core":
         parts = np.array(shares) / sum(shares)
@@ -72,7 +72,7 @@ def split_bounds(split: str, size: int, data_order: str = "paddlenlp") -> list[i
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * float(size)))
-    excess = bounds[-1] - size  # rounding may overshoot: the originals shift every bound but the first
+    excess = bounds[-1] - size  # of rounding; the originals shift every bound but the first
     return [0] + [bound - excess for bound in bounds[1:]]
 
 
@@ -91,17 +91,17 @@ def build_order(
     seed: int,
     data_order: str = "paddlenlp",
 ) -> SampleOrder:
-    """The order over sequences [first, last) for at least `num_samples` samples of seq_length + 1 tokens.
+    """The order of sequences [first, last) for at least `num_samples` samples of seq_length + 1 tokens.
 
     Args:
         sizes: (n,) int32, tokens of every sequence of the corpus.
 
     Raises:
-        GptlmError: if the range holds no tokens.
+        GptlmError: if the range has no tokens.
     """
     tokens = int(sizes[first:last].sum(dtype=np.int64))
     if tokens == 0:
-        raise GptlmError(f"sequences {first} to {last} hold no tokens; add text or change the split")
+        raise GptlmError(f"sequences {first} to {last} have no tokens; add text or change the split")
     epochs = count_epochs(tokens, num_samples, seq_length)
     total = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length if epochs > 1 else total
@@ -129,7 +129,7 @@ def _sample_index(sizes: np.ndarray, documents: np.ndarray, total: int, seq_leng
     """(total + 1, 2): the document position and offset of stream token k x seq_length, k = 0 .. total."""
     ends = np.cumsum(sizes[documents], dtype=np.int64)
     targets = np.arange(total + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, targets, side="right")  # the sequence that holds the token; skips empty ones
+    positions = np.searchsorted(ends, targets, side="right")  # the sequence of the token; skips empty ones
     offsets = targets - np.where(positions > 0, ends[positions - 1], 0)
     wide = max(len(documents), int(sizes.max())) > np.iinfo(np.int32).max
     samples = np.empty((total + 1, 2), dtype=np.int64 if wide else np.int32)

@@ -5,18 +5,21 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
-from gptlm.data.corpus import good_texts_of, texts_of
+from gptlm.data.documents import BATCH_BYTES, Batch, split_lines, texts_of
 from gptlm.data.encoder import TextEncoder
-from gptlm.data.readers import BATCH_BYTES, Batch, split_lines
-from gptlm.data.sentences import Splitter, sentence_splitter
 from gptlm.data.workers import Workers, one_thread
 from gptlm.data.writer import IndexedTokensWriter
+from gptlm.errors import GptlmError
 
-STEP = 1 << 22  # bytes of a large document between reports
-REASONS_KEPT = 10  # bad documents named at the end
+REPORT_BYTES = 1 << 22  # of a large document between reports
+MAX_REASONS = 10  # skipped documents that are listed at the end
+LINES = "lines"  # as a language: each line is a sentence
+
+Splitter = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,11 @@ class EncodeSettings:
         keys: JSON keys to encode, each into its own corpus.
         eos_id: id appended to every document that does not end with it, or None.
         strip: remove white space at both ends of a text (PaddleNLP does, Megatron does not).
-        allow_special_tokens: let a text that spells a special token, such as <|endoftext|>, become its id.
-        skip_bad: leave out documents that cannot be read instead of stopping.
-        backend: what encodes, see `TextEncoder`.
+        allow_special_tokens: a special token in a text, such as <|endoftext|>, becomes its id.
+        skip_bad: skip documents that cannot be read instead of stopping.
+        backend: see `TextEncoder`.
         sentences: encode sentence by sentence: the language, see `sentence_splitter`; None encodes whole documents.
-        keep_newlines: sentences keep the white space behind them.
+        keep_newlines: sentences keep the white space after them.
         level: what is a sequence of the token files, "document" or "sentence".
     """
 
@@ -50,12 +53,12 @@ class EncodeSettings:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Encoded texts of some documents; documents without any token are left out.
+    """Encoded documents, without those that have no token.
 
     Attributes:
         ids: all sequences back to back, int32.
         lengths: tokens of each sequence.
-        documents: sequences of each document.
+        documents: number of sequences of each document.
     """
 
     ids: np.ndarray
@@ -65,7 +68,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One encoded batch: the sequences of each key, documents read and what is wrong with the bad ones, bytes read."""
+    """One encoded batch: the sequences of each key, documents read, reasons of the skipped ones, bytes read."""
 
     sequences: tuple[Sequences, ...]
     documents: int
@@ -75,7 +78,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Part:
-    """How much of a batch that is not finished is encoded, in bytes of its file."""
+    """How much of an unfinished batch is encoded, in bytes of its file."""
 
     done: int
     size: int
@@ -86,7 +89,7 @@ Report = Callable[[Part], None]
 
 @dataclass
 class Progress:
-    """Totals so far: documents read, without text, left out as bad (and why, the first few), bytes, seconds."""
+    """Totals so far: documents read, without text, skipped as bad (with the first reasons), bytes, seconds."""
 
     documents: int = 0
     bad: int = 0
@@ -94,54 +97,6 @@ class Progress:
     empty: int = 0
     read: int = 0
     seconds: float = 0.0
-
-
-def encode(settings: EncodeSettings, batch: Batch, report: Report = lambda part: None) -> Encoded:
-    """Encode one batch; runs in a worker process. `report` is told now and then how far a large one is."""
-    documents, bad = good_texts_of(batch, settings.keys) if settings.skip_bad else (texts_of(batch, settings.keys), [])
-    found = []
-    characters = sum(len(text) for texts in documents for text in texts)
-    steps = _Steps(batch.read, characters, report)
-    for key in range(len(settings.keys)):
-        texts = [texts[key].strip() if settings.strip else texts[key] for texts in documents]
-        found.append(_sequences(settings, texts, steps.add))
-    return Encoded(tuple(found), len(documents), bad, batch.read)
-
-
-class _Steps:
-    """Turns characters that are encoded into `Part`s, one per `STEP` bytes of a batch larger than that."""
-
-    def __init__(self, size: int, characters: int, report: Report):
-        self._size, self._characters, self._report = size, max(1, characters), report
-        self._done, self._said = 0, 0
-
-    def add(self, characters: int) -> None:
-        self._done += characters
-        done = min(self._size, self._size * self._done // self._characters)
-        if self._size > STEP and done - self._said >= STEP:
-            self._said = done
-            self._report(Part(done, self._size))
-
-
-def _sequences(settings: EncodeSettings, texts: list[str], report: Callable[[int], None]) -> Sequences:
-    split = _splitter(settings.sentences, settings.keep_newlines)
-    parts = [split(text) for text in texts]
-    encoder = _encoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
-    ids, lengths = encoder([part for document in parts for part in document], report)
-    owner = np.repeat(np.arange(len(parts)), [len(document) for document in parts])  # the document of each part
-    owner, lengths = owner[lengths > 0], lengths[lengths > 0]
-    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
-    if settings.eos_id is not None and len(owner):
-        lasts = np.append(firsts[1:], len(owner)) - 1
-        ends = np.cumsum(lengths)[lasts]
-        if settings.allow_special_tokens:  # a text may write the end-of-text id itself
-            lacking = ids[ends - 1] != settings.eos_id
-            lasts, ends = lasts[lacking], ends[lacking]
-        ids = np.insert(ids, ends, settings.eos_id)
-        lengths[lasts] += 1
-    if settings.level == "document" and len(owner):
-        lengths, firsts = np.add.reduceat(lengths, firsts), np.arange(len(firsts))
-    return Sequences(ids, lengths, np.diff(firsts, append=len(lengths)))
 
 
 def write_corpus(
@@ -160,18 +115,106 @@ def write_corpus(
         GptlmError: as `read_batches` and `texts_of`, or if a worker process died.
     """
     progress, started = Progress(), time.monotonic()
-    with closing(_encode_all(_limited(batches, max_documents), settings, workers, on_part)) as answers:
-        for encoded in answers:
+    with closing(_encode_all(_limited(batches, max_documents), settings, workers, on_part)) as results:
+        for encoded in results:
             for writer, found in zip(writers, encoded.sequences, strict=True):
                 writer.add(found.ids, found.lengths, found.documents)
             progress.documents += encoded.documents
             progress.bad += len(encoded.bad)
-            progress.reasons += encoded.bad[: REASONS_KEPT - len(progress.reasons)]
+            progress.reasons += encoded.bad[: MAX_REASONS - len(progress.reasons)]
             progress.empty += encoded.documents - len(encoded.sequences[0].documents)
             progress.read += encoded.read
             progress.seconds = time.monotonic() - started
             on_progress(progress)
     return progress
+
+
+def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Batch]:
+    remaining = max_documents
+    for batch in batches:
+        if remaining is not None:
+            batch = split_lines(batch)
+            batch = replace(batch, numbers=batch.numbers[:remaining], records=list(batch.records)[:remaining])
+            remaining -= len(batch.records)
+        yield batch
+        if remaining == 0:
+            return
+
+
+def _encode_all(
+    batches: Iterator[Batch], settings: EncodeSettings, workers: int, on_part: Report
+) -> Generator[Encoded, None, None]:
+    if workers == 1:
+        one_thread()
+        yield from (encode(settings, batch, on_part) for batch in batches)
+        return
+    pool: Workers[list[Batch], list[Encoded]] = Workers(workers, partial(_encode_group, settings), on_part)
+    with closing(pool.map(_grouped(batches))) as results:
+        for result in results:
+            yield from result
+
+
+def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+    """Batches of small files together, because sending work to a process has a fixed cost."""
+    group: list[Batch] = []
+    size = 0
+    for batch in batches:
+        group.append(batch)
+        size += batch.read
+        if size >= BATCH_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+# In the worker processes ------------------------------------------------------------------------------------------
+
+
+def _encode_group(settings: EncodeSettings, group: list[Batch], report: Report) -> list[Encoded]:
+    return [encode(settings, batch, report) for batch in group]
+
+
+def encode(settings: EncodeSettings, batch: Batch, report: Report = lambda part: None) -> Encoded:
+    """Encode one batch. `report` is called every `REPORT_BYTES` of a large one."""
+    bad: list[str] = []
+    documents = texts_of(batch, settings.keys, bad if settings.skip_bad else None)
+    characters = max(1, sum(len(text) for texts in documents for text in texts))
+    encoded = reported = 0
+
+    def count(number: int) -> None:
+        nonlocal encoded, reported
+        encoded += number
+        done = min(batch.read, batch.read * encoded // characters)
+        if batch.read > REPORT_BYTES and done - reported >= REPORT_BYTES:
+            reported = done
+            report(Part(done, batch.read))
+
+    found = []
+    for key in range(len(settings.keys)):
+        texts = [texts[key].strip() if settings.strip else texts[key] for texts in documents]
+        found.append(_sequences(settings, texts, count))
+    return Encoded(tuple(found), len(documents), bad, batch.read)
+
+
+def _sequences(settings: EncodeSettings, texts: list[str], report: Callable[[int], None]) -> Sequences:
+    split = _splitter(settings.sentences, settings.keep_newlines)
+    parts = [split(text) for text in texts]
+    encoder = _encoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
+    ids, lengths = encoder([part for document in parts for part in document], report)
+    owner = np.repeat(np.arange(len(parts)), [len(document) for document in parts])  # the document of each part
+    owner, lengths = owner[lengths > 0], lengths[lengths > 0]
+    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+    if settings.eos_id is not None and len(owner):
+        lasts = np.append(firsts[1:], len(owner)) - 1
+        ends = np.cumsum(lengths)[lasts]
+        if settings.allow_special_tokens:  # a text can end with the end-of-text id itself
+            lacking = ids[ends - 1] != settings.eos_id
+            lasts, ends = lasts[lacking], ends[lacking]
+        ids = np.insert(ids, ends, settings.eos_id)
+        lengths[lasts] += 1
+    if settings.level == "document" and len(owner):
+        lengths, firsts = np.add.reduceat(lengths, firsts), np.arange(len(firsts))
+    return Sequences(ids, lengths, np.diff(firsts, append=len(lengths)))
 
 
 @lru_cache(maxsize=1)
@@ -184,43 +227,42 @@ def _splitter(sentences: str | None, keep_newlines: bool) -> Splitter:
     return sentence_splitter(sentences, keep_newlines) if sentences else lambda text: [text]
 
 
-def _limited(batches: Iterable[Batch], max_documents: int | None) -> Iterator[Batch]:
-    left = max_documents
-    for batch in batches:
-        if left is not None:
-            batch = split_lines(batch)
-            batch = replace(batch, numbers=batch.numbers[:left], records=list(batch.records)[:left])
-            left -= len(batch.records)
-        yield batch
-        if left == 0:
-            return
+def sentence_splitter(language: str, keep_newlines: bool) -> Splitter:
+    """A function from a text to its sentences, as the originals' `--split-sentences`.
+
+    Args:
+        language: one of nltk's punkt, such as "english"; "lines" makes each line a sentence.
+        keep_newlines: a sentence keeps the white space after it, so that sentences joined are the text.
+
+    Raises:
+        GptlmError: if nltk or its data are not installed.
+    """
+    if language == LINES:
+        return partial(str.splitlines, keepends=keep_newlines)
+    return partial(_split_with_punkt, _load_punkt(language), keep_newlines)
 
 
-def _encode_all(
-    batches: Iterator[Batch], settings: EncodeSettings, workers: int, on_part: Report
-) -> Generator[Encoded, None, None]:
-    if workers == 1:
-        one_thread()
-        yield from (encode(settings, batch, on_part) for batch in batches)
-        return
-    pool: Workers[list[Batch], list[Encoded]] = Workers(workers, partial(_encode_group, settings), on_part)
-    with closing(pool.map(_grouped(batches))) as answers:
-        for answer in answers:
-            yield from answer
+def _split_with_punkt(punkt: Any, keep_newlines: bool, text: str) -> list[str]:
+    spans = list(punkt.span_tokenize(text))
+    if not keep_newlines or not spans:
+        return [text[start:end] for start, end in spans]
+    starts = [0, *(start for start, _ in spans[1:]), len(text)]
+    return [text[start:end] for start, end in zip(starts, starts[1:], strict=False)]
 
 
-def _grouped(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    """Batches of small files together: handing work to a process has its price."""
-    group: list[Batch] = []
-    size = 0
-    for batch in batches:
-        group.append(batch)
-        size += batch.read
-        if size >= BATCH_BYTES:
-            yield group
-            group, size = [], 0
-    yield group
-
-
-def _encode_group(settings: EncodeSettings, group: list[Batch], report: Report) -> list[Encoded]:
-    return [encode(settings, batch, report) for batch in group]
+def _load_punkt(language: str) -> Any:
+    try:
+        from nltk.tokenize.punkt import PunktTokenizer
+    except ImportError as error:
+        raise GptlmError(
+            "--split_sentences needs nltk: pip install -c requirements/constraints.txt 'gptlm[sentences]', and "
+            "python -m nltk.downloader punkt_tab"
+        ) from error
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError, OSError) as error:
+        raise GptlmError(
+            f"--split_sentences: nltk has no data for {language!r}; python -m nltk.downloader punkt_tab downloads it "
+            "(for a machine without network copy the folder nltk_data/tokenizers/punkt_tab and set NLTK_DATA); "
+            "languages have their English names, like english or german"
+        ) from error

@@ -1,6 +1,6 @@
-"""Rows: the token ids of an example, and which of them are targets of the loss.
+"""Rows of fine-tuning: the token ids of an example, and its loss mask.
 
-Masks come from places in the text, never from ids: an end-of-text token is a target where an answer ends, whatever the
+Masks come from places in the text, never from ids: an end-of-text token is a target where a response ends, whatever the
 padding id is.
 """
 
@@ -11,18 +11,19 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.data.special_tokens import special_tokens
-from gptlm.data.turns import Chat, Content, Example, Span, Turn
+from gptlm.data.conversations import Chat, Content, Example, Span, Turn
+from gptlm.data.encoder import special_tokens
 
-AT_ONCE = 1000  # examples that are encoded together; bounds the memory that offsets take
+CHUNK = 1000  # examples that are encoded together; bounds the memory of the offsets
+PADDLE_END = " </s>"  # PaddleNLP's end of text, literal text that becomes several ids
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is tokenized at once.
+    """A text to tokenize.
 
     Attributes:
-        literal: spans in which a special token that is spelled stays text; None: everywhere.
+        literal: spans in which a special token stays text; None: everywhere.
     """
 
     text: str
@@ -31,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids, and the characters that each stands for."""
+    """Ids, and the span of characters of each."""
 
     ids: list[int]
     spans: list[Span]
@@ -46,54 +47,57 @@ class Row:
 
     Attributes:
         ids: (n,) int32.
-        learnt: (n,) bool; whether the id is a target.
-        prompt: ids before the last answer, all of them given: what generation continues.
-        left_out: turns at the end of the conversation that had no room.
-        answer: text of the last answer, whole.
-        cut_prompts, cut_answers: how many were longer than their limit.
-        earlier: (ids before it, its text) of each answer before the last one.
-        end: the id that ends its answers; None: they have no end.
+        loss_mask: (n,) bool; whether the id is a target.
+        prompt_length: ids before the last response; generation continues them.
+        skipped_turns: turns at the end of the conversation that do not fit.
+        response: text of the last response, whole.
+        truncated_prompts, truncated_responses: how many were longer than their limit.
+        earlier: (ids before it, its text) of each response before the last one.
+        end_id: the id that ends its responses; None: they have no end.
     """
 
     ids: np.ndarray
-    learnt: np.ndarray
-    prompt: int
-    left_out: int = 0
-    answer: str = ""
-    cut_prompts: int = 0
-    cut_answers: int = 0
+    loss_mask: np.ndarray
+    prompt_length: int
+    skipped_turns: int = 0
+    response: str = ""
+    truncated_prompts: int = 0
+    truncated_responses: int = 0
     earlier: tuple[tuple[int, str], ...] = ()
-    end: int | None = None
+    end_id: int | None = None
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Limits in tokens: of a prompt, of an answer with its end, of a row."""
+    """Limits in tokens: of a prompt, of a response with its end, of a row."""
 
     source: int
     target: int
     total: int
 
+    def prompt_budget(self, response: int) -> int:
+        """Tokens of a prompt before a response of `response` tokens: the prompt is truncated first."""
+        return min(self.source, max(self.total - response, 1))
+
 
 @dataclass
 class _Part:
-    """A prompt and the answer to it.
+    """A prompt and its response, in ids.
 
     Attributes:
-        given: ids of the prompt, with answers before it that are not targets.
-        cuttable: places in `given` that may be cut, those first that are cut first.
-        context: places in `given` that are never targets.
-        target: ids of the answer.
-        end: ids behind it that end it.
+        prompt: with responses before it that are not targets.
+        truncatable: places in `prompt` that can be removed, in the order of removal.
+        context: places in `prompt` that are never targets.
+        end: ids after the response that end it.
     """
 
-    given: list[int] = field(default_factory=list)
-    cuttable: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    truncatable: list[int] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
-    target: list[int] = field(default_factory=list)
+    response: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     text: str = ""
-    learnt: bool = True
+    in_loss: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,176 +106,234 @@ class Encoder:
 
     Attributes:
         encode: texts -> ids and their characters.
-        end: the end-of-text id, which ends every whole answer for which no chat template has an end of its own.
-        learn_prompts: prompts are targets, too.
-        side: of a prompt that is too long: "left" cuts its beginning, "right" its end.
+        eos_id: ends every whole response for which no chat template has an end of its own.
+        train_on_prompt: prompts are targets, too.
+        side: of a prompt that is too long: "left" truncates its beginning, "right" its end.
     """
 
     encode: Encode
-    end: int
+    eos_id: int
     lengths: Lengths
-    learn_prompts: bool = False
+    train_on_prompt: bool = False
     side: str = "left"
 
     def rows(self, examples: Iterable[Example]) -> list[Row]:
-        """A row for each example, in order; one without any target has none left and is still there."""
+        """A row for each example, in order; its loss mask can be empty."""
         iterator, found = iter(examples), list[Row]()
-        while chunk := list(islice(iterator, AT_ONCE)):
-            texts = [text for example in chunk for text in self._texts(example)]
-            encoded = iter(self.encode(texts))
+        while chunk := list(islice(iterator, CHUNK)):
+            encoded = iter(self.encode([text for example in chunk for text in _texts(example)]))
             found += [self._row(example, encoded) for example in chunk]
         return found
-
-    def _texts(self, example: Example) -> list[Text]:
-        if isinstance(example, Chat):
-            contents = example.contents or ()
-            return [Text(example.text, tuple((content.start, content.stop) for content in contents))]
-        return [text for turn in example for text in (Text(turn.prompt + turn.cue), Text(turn.answer))]
 
     def _row(self, example: Example, encoded: Iterator[Encoded]) -> Row:
         if isinstance(example, Chat):
             parts, rest = self._chat_parts(example, next(encoded))
-            return self._joined(parts, rest, self.end if example.end is None else example.end)
-        pairs = [(turn, next(encoded), next(encoded)) for turn in example]
-        return self._joined(self._turn_parts(pairs), [], self.end)
+            return self._joined(parts, rest, self.eos_id if example.end_id is None else example.end_id)
+        parts = [self._turn_part(turn, next(encoded), next(encoded)) for turn in example]
+        return self._joined(parts, [], self.eos_id)
 
-    def _turn_parts(self, turns: Sequence[tuple[Turn, Encoded, Encoded]]) -> list[_Part]:
-        parts = []
-        for turn, prompt, answer in turns:
-            whole = (Content(0, len(turn.prompt), "user"),)
-            cuttable = _cuttable(prompt.spans, whole if turn.texts is None else turn.texts, self.side)
-            target = answer.ids[:-1] if answer.ids[-1:] == [self.end] else answer.ids
-            part = _Part(prompt.ids or [self.end], cuttable, [], target, [self.end])
-            part.text, part.learnt = turn.answer, turn.learnt
-            parts.append(part)
-        return parts
+    def _turn_part(self, turn: Turn, prompt: Encoded, response: Encoded) -> _Part:
+        texts = (Content(0, len(turn.prompt), "user"),) if turn.texts is None else turn.texts
+        truncatable = _truncatable(prompt.spans, texts, self.side)
+        ids = response.ids[:-1] if response.ids[-1:] == [self.eos_id] else response.ids
+        # the first token of a response needs one before it that predicts it
+        return _Part(prompt.ids or [self.eos_id], truncatable, [], ids, [self.eos_id], turn.response, turn.in_loss)
 
     def _chat_parts(self, chat: Chat, encoded: Encoded) -> tuple[list[_Part], list[int]]:
-        """A part for each answer, and the ids behind the last one."""
-        contents, spans = chat.contents or (), encoded.spans
+        """A part for each response, and the ids after the last one."""
+        contents, ids, spans = chat.contents or (), encoded.ids, encoded.spans
         parts, done = list[_Part](), 0
-        for answer in chat.answers:
-            first = _first(spans, answer.start, done)
-            last = _last(spans, answer.stop, first)
-            close = min(_first(spans, answer.close, first), last)
-            cuttable = _cuttable(spans[done:first], contents, self.side)
-            part = _Part(encoded.ids[done:first], cuttable, [], encoded.ids[first:close], encoded.ids[close:last])
-            part.text, part.learnt = answer.text, answer.learnt
-            parts.append(part)
+        for one in chat.responses:
+            first = _first_after(spans, one.start, done)
+            last = next((place for place in range(first, len(spans)) if spans[place][0] >= one.stop), len(spans))
+            end = min(_first_after(spans, one.text_stop, first), last)
+            truncatable = _truncatable(spans[done:first], contents, self.side)
+            parts.append(_Part(ids[done:first], truncatable, [], ids[first:end], ids[end:last], one.text, one.in_loss))
             done = last
-        rest = encoded.ids[done:]
-        if chat.end is None and parts:  # the template does not end the answer
-            behind = any(content.start >= chat.answers[-1].stop for content in contents)
-            parts[-1].end += [*([] if behind else rest), self.end]
+        rest = ids[done:]
+        if chat.end_id is None and parts:  # the template does not end responses
+            message_follows = any(content.start >= chat.responses[-1].stop for content in contents)
+            parts[-1].end += [*([] if message_follows else rest), self.eos_id]
             rest = []
         return parts, rest
 
-    def _joined(self, parts: Sequence[_Part], rest: list[int], end: int) -> Row:
-        """Turns that do not fit whole are left out, but for the first; then what stands behind them is, too."""
-        parts, behind = _with_context(parts, self.side)
+    def _joined(self, parts: Sequence[_Part], rest: list[int], end_id: int) -> Row:
+        """Turns that do not fit whole are skipped, except the first; then the ids after them are skipped, too."""
+        parts, after = _with_context(parts, self.side)
         ids: list[int] = []
-        learnt: list[bool] = []
-        places: list[tuple[int, str]] = []
-        pending: list[int] = []  # the end of an answer that was cut, where another turn follows
-        left_out = cut_prompts = cut_answers = 0
+        mask: list[bool] = []
+        responses: list[tuple[int, str]] = []
+        pending: list[int] = []  # the end of a truncated response, needed only if another turn follows
+        skipped = truncated_prompts = truncated_responses = 0
         for number, part in enumerate(parts):
-            source, target = self._cut(part)
-            room = self.lengths.total - len(ids) - len(pending)
-            if not target or (ids and len(source) + len(target) > room):
-                left_out = len(parts) - number
+            kept, response = self._truncate(part)
+            space = self.lengths.total - len(ids) - len(pending)
+            if not response or (ids and len(kept) + len(response) > space):
+                skipped = len(parts) - number
                 break
             ids += pending
-            learnt += [False] * len(pending)
-            places.append((len(ids) + len(source), part.text))
-            cut_prompts += len(source) < len(part.given)
-            whole = len(target) == len(part.target) + len(part.end)
-            cut_answers += not whole
-            pending = [] if whole else part.end
+            mask += [False] * len(pending)
+            responses.append((len(ids) + len(kept), part.text))
+            truncated_prompts += len(kept) < len(part.prompt)
+            is_whole = len(response) == len(part.response) + len(part.end)
+            truncated_responses += not is_whole
+            pending = [] if is_whole else part.end
             context = set(part.context)
-            learnt += [self.learn_prompts and place not in context for place in source] + [True] * len(target)
-            ids += [part.given[place] for place in source] + target
-        tail = [*behind.given, *rest]
-        if places and not left_out and not pending and len(ids) + len(tail) <= self.lengths.total:
+            mask += [self.train_on_prompt and place not in context for place in kept] + [True] * len(response)
+            ids += [part.prompt[place] for place in kept] + response
+        tail = [*after.prompt, *rest]
+        if responses and not skipped and not pending and len(ids) + len(tail) <= self.lengths.total:
             ids += tail
-            learnt += [False] * len(behind.given) + [self.learn_prompts] * len(rest)
-        if learnt:
-            learnt[0] = False  # nothing foretells the first token
-        prompt, text = places[-1] if places else (0, "")
-        cut = (cut_prompts, cut_answers)
-        masks = np.array(ids, dtype=np.int32), np.array(learnt, dtype=bool)
-        return Row(*masks, prompt, left_out, text, *cut, tuple(places[:-1]), end)
+            mask += [False] * len(after.prompt) + [self.train_on_prompt] * len(rest)
+        prompt_length, text = responses[-1] if responses else (0, "")
+        truncated = (truncated_prompts, truncated_responses)
+        return Row(*_arrays(ids, mask), prompt_length, skipped, text, *truncated, tuple(responses[:-1]), end_id)
 
-    def _cut(self, part: _Part) -> tuple[list[int], list[int]]:
-        """Places of the prompt that stay, and the answer. The prompt gives way; an answer that is cut has no end."""
-        fixed = max(len(part.given) - len(part.cuttable), 1)
-        whole = [*part.target, *part.end]
+    def _truncate(self, part: _Part) -> tuple[list[int], list[int]]:
+        """Places of the prompt that are kept, and the response; a truncated response has no end."""
+        fixed = max(len(part.prompt) - len(part.truncatable), 1)
+        whole = [*part.response, *part.end]
         limit = min(self.lengths.target, self.lengths.total - fixed)
-        target = whole if len(whole) <= limit else part.target[: max(limit, 0)]
-        budget = min(self.lengths.source, max(self.lengths.total - len(target), 1))
-        if len(part.given) <= budget:
-            return list(range(len(part.given))), target
-        if fixed > budget:
+        response = whole if len(whole) <= limit else part.response[: max(limit, 0)]
+        budget = self.lengths.prompt_budget(len(response))
+        if len(part.prompt) > budget < fixed:
             return [], []
-        gone = set(part.cuttable[: len(part.given) - budget])
-        return [place for place in range(len(part.given)) if place not in gone], target
+        removed = set(part.truncatable[: max(len(part.prompt) - budget, 0)])
+        return [place for place in range(len(part.prompt)) if place not in removed], response
+
+
+def _texts(example: Example) -> list[Text]:
+    if isinstance(example, Chat):
+        return [Text(example.text, tuple((content.start, content.stop) for content in example.contents or ()))]
+    return [text for turn in example for text in (Text(turn.prompt + turn.cue), Text(turn.response))]
 
 
 def _with_context(parts: Sequence[_Part], side: str) -> tuple[list[_Part], _Part]:
-    """Answers that are no targets become part of the prompt after them; those behind the last target are apart."""
+    """Responses that are not targets become part of the next prompt; those after the last target are returned apart."""
     found, before = list[_Part](), _Part()
     for part in parts:
-        begin = len(before.given)
-        given = before.given + part.given
-        moved = [begin + place for place in part.cuttable]
-        cuttable = before.cuttable + moved if side == "left" else moved + before.cuttable
-        context = before.context + [begin + place for place in part.context]
-        if part.learnt:
-            found.append(_Part(given, cuttable, context, part.target, part.end, part.text))
+        start = len(before.prompt)
+        prompt = before.prompt + part.prompt
+        moved = [start + place for place in part.truncatable]
+        truncatable = before.truncatable + moved if side == "left" else moved + before.truncatable
+        context = before.context + [start + place for place in part.context]
+        if part.in_loss:
+            found.append(_Part(prompt, truncatable, context, part.response, part.end, part.text))
             before = _Part()
             continue
-        said = list(range(len(given), len(given) + len(part.target)))
-        cuttable = cuttable + said if side == "left" else said[::-1] + cuttable
-        context += list(range(len(given), len(given) + len(part.target) + len(part.end)))
-        before = _Part(given + part.target + part.end, cuttable, context)
+        response = list(range(len(prompt), len(prompt) + len(part.response)))
+        truncatable = truncatable + response if side == "left" else response[::-1] + truncatable
+        context += list(range(len(prompt), len(prompt) + len(part.response) + len(part.end)))
+        before = _Part(prompt + part.response + part.end, truncatable, context)
     return found, before
 
 
-def _cuttable(tokens: Sequence[Span], contents: Sequence[Content], side: str) -> list[int]:
-    """Places of tokens that lie in one of `contents`, in the order in which they are cut: system messages last."""
-    way = 1 if side == "left" else -1
+def _truncatable(tokens: Sequence[Span], contents: Sequence[Content], side: str) -> list[int]:
+    """Places of tokens that lie in one of `contents`, in the order of removal: system messages last."""
+    step = 1 if side == "left" else -1
     found: list[int] = []
-    for content in sorted(contents, key=lambda content: (content.role == "system", way * content.start)):
+    for content in sorted(contents, key=lambda content: (content.role == "system", step * content.start)):
         inside = [place for place, (a, b) in enumerate(tokens) if content.start <= a and b <= content.stop]
-        found += inside[::way]
+        found += inside[::step]
     return found
 
 
-def _first(tokens: Sequence[Span], start: int, begin: int) -> int:
-    """Place of the first token that reaches beyond `start`."""
+def _first_after(tokens: Sequence[Span], start: int, begin: int) -> int:
+    """Place of the first token from `begin` on that ends after character `start`."""
     return next((place for place in range(begin, len(tokens)) if tokens[place][1] > start), len(tokens))
 
 
-def _last(tokens: Sequence[Span], stop: int, begin: int) -> int:
-    """Place behind the last token that begins before `stop`."""
-    return next((place for place in range(begin, len(tokens)) if tokens[place][0] >= stop), len(tokens))
+def _arrays(ids: list[int], mask: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    found = np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)
+    found[1][:1] = False  # nothing predicts the first token
+    return found
+
+
+@dataclass(frozen=True)
+class PaddleEncoder:
+    """Rows from examples, id for id as PaddleNLP's `finetune_generation.py`: prompts lose their end.
+
+    Attributes:
+        encode: texts -> ids; a special token in a text becomes its id.
+        eos_id: the end-of-text id, used only where there is no prompt.
+        end_of_text: the end-of-text token, which is removed where a chat template ends responses with it.
+    """
+
+    encode: Callable[[list[str]], list[list[int]]]
+    eos_id: int
+    lengths: Lengths
+    train_on_prompt: bool = False
+    end_of_text: str = ""
+
+    def rows(self, examples: Iterable[Example]) -> list[Row]:
+        """A row for each example, in order; its loss mask can be empty."""
+        found = [self._turns(example) for example in examples]
+        turns = [turn for example in found for turn in example]
+        prompts = self.encode([turn.prompt + turn.cue + PADDLE_END for turn in turns])
+        responses = self.encode([turn.response + PADDLE_END for turn in turns])
+        names = sorted({turn.cue for turn in turns})
+        cues = dict(zip(names, self.encode(names), strict=True))
+        encoded = zip((cues[turn.cue] for turn in turns), prompts, responses, strict=True)
+        return [self._row(example, [next(encoded) for _ in example]) for example in found]
+
+    def _turns(self, example: Example) -> list[Turn]:
+        """The turns that are targets; the text between them belongs to their prompts."""
+        if not isinstance(example, Chat):
+            return [turn for turn in example if turn.in_loss]
+        turns, done = [], 0
+        for one in example.responses:
+            if one.in_loss:
+                text, stop = example.text[one.start : one.stop], one.stop
+                if not text.endswith(self.end_of_text):  # then line breaks after it are part of the response
+                    stop += len(example.text[stop:]) - len(example.text[stop:].lstrip())
+                    text = example.text[one.start : stop]
+                turns.append(Turn(example.text[done : one.start], text.removesuffix(self.end_of_text)))
+                done = stop
+        return turns
+
+    def _row(self, example: list[Turn], turns: list[tuple[list[int], list[int], list[int]]]) -> Row:
+        """From (cue, prompt with cue, response) each; turns that do not fit whole are skipped, except the first."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        prompt_length = skipped = truncated_prompts = truncated_responses = 0
+        last = ""
+        for number, (cue, prompt, response) in enumerate(turns):
+            source, target = self._truncate(cue, prompt or [self.eos_id], response)
+            if not target or (ids and len(source) + len(target) > self.lengths.total - len(ids)):
+                skipped = len(turns) - number
+                break
+            prompt_length, last = len(ids) + len(source), example[number].response
+            truncated_prompts += len(source) < len(prompt)
+            truncated_responses += len(target) < len(response)
+            ids += source + target
+            mask += [self.train_on_prompt] * len(source) + [True] * len(target)
+        return Row(*_arrays(ids, mask), prompt_length, skipped, last, truncated_prompts, truncated_responses)
+
+    def _truncate(self, cue: list[int], prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        target = response[: min(self.lengths.target, self.lengths.total - 1)]
+        budget = self.lengths.prompt_budget(len(target))
+        if len(prompt) <= budget:
+            return prompt, target
+        kept = cue[-budget:] if cue else []
+        return prompt[: budget - len(kept)] + kept, target
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> Encode:
-    """Encodes texts without special tokens of the tokenizer's own.
+    """Encodes texts without adding special tokens.
 
     Args:
-        allow_special_tokens: a special token that is spelled in a literal text becomes its id, too.
+        allow_special_tokens: a special token in a literal span becomes its id, too.
     """
-    spelled = special_tokens(tokenizer)
+    pattern = special_tokens(tokenizer)
 
     def pieces(text: Text) -> Iterator[tuple[int, str, bool]]:
-        """(place, piece, literal): transformers' `sanitize_control_tokens` cuts out the tokens that are spelled."""
+        """(place, piece, is_literal): special tokens in literal spans are cut out."""
         if text.literal is None or allow_special_tokens:
             yield 0, text.text, not allow_special_tokens
             return
         done = 0
         for start, stop in text.literal:
-            for match in spelled.finditer(text.text, start, stop):
+            for match in pattern.finditer(text.text, start, stop):  # as transformers' `sanitize_control_tokens`
                 yield done, text.text[done : match.start()], False
                 yield match.start(), match.group(), True
                 done = match.end()
@@ -281,7 +343,7 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
         cut = [list(pieces(text)) for text in texts]
         found: dict[bool, Iterator] = {}
         for literal in (False, True):
-            batch = [piece for parts in cut for _, piece, kind in parts if kind == literal]
+            batch = [piece for parts in cut for _, piece, is_literal in parts if is_literal == literal]
             done = tokenizer(batch, add_special_tokens=False, split_special_tokens=literal) if batch else None
             found[literal] = iter(done.encodings or () if done else ())
         results = []
@@ -298,5 +360,5 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
 
 
 def with_targets(rows: Iterable[Row]) -> list[Row]:
-    """Those from which something can be learnt."""
-    return [row for row in rows if row.learnt.any()]
+    """Rows whose loss mask is not empty."""
+    return [row for row in rows if row.loss_mask.any()]

@@ -1,4 +1,4 @@
-"""Worker processes that apply one function to many items, in order, and of which none is left behind."""
+"""Worker processes that apply one function to many items, in order, and always end with their parent."""
 
 import os
 import signal
@@ -22,28 +22,28 @@ ITEMS_AHEAD = 4  # items in flight per worker; bounds memory however many there 
 SECONDS_BETWEEN_REPORTS = 0.5
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class Workers(Generic[Item, Answer]):
-    """Up to `count` processes behind a pipe each; `function` must be picklable.
+class Workers(Generic[Item, Result]):
+    """Up to `count` processes with a pipe each; `function` must be picklable.
 
-    With `on_report`, `function(item, report)` may call `report(value)` meanwhile; `on_report` gets the value in the
-    process and thread that waits for the answers.
-
-    `ProcessPoolExecutor` shares one pipe, on which it waits for ever if a worker is killed while it sends an answer.
-    Here the death of a worker ends its pipe, whatever it was doing.
+    With `on_report`, `function(item, report)` can call `report(value)`, and `on_report` gets the value in the process
+    and thread that waits for the results.
     """
 
-    def __init__(self, count: int, function: Callable[..., Answer], on_report: Callable[[Any], None] | None = None):
+    # Not ProcessPoolExecutor: its workers share one pipe, and it hangs if a worker is killed while sending a result.
+    # Here the death of a worker closes its pipe.
+
+    def __init__(self, count: int, function: Callable[..., Result], on_report: Callable[[Any], None] | None = None):
         self._count, self._function, self._on_report = count, function, on_report
         self._reports: SimpleQueue[Any] = SimpleQueue()
         self._context = get_context("spawn")  # a forked child would inherit the threads of tokenizers and hang
         self._processes: list[BaseProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
 
-    def map(self, items: Iterable[Item]) -> Generator[Answer, None, None]:
-        """The answers in the order of the items. Close the iterator to end the workers early.
+    def map(self, items: Iterable[Item]) -> Generator[Result, None, None]:
+        """The results in the order of the items. Close the iterator to end the workers early.
 
         Raises:
             GptlmError: if a worker dies.
@@ -61,7 +61,7 @@ class Workers(Generic[Item, Answer]):
             while in_flight:
                 yield self._result(in_flight.popleft())
         finally:
-            with interrupts_ignored():  # a second Ctrl-C finds nothing half closed
+            with interrupts_ignored():  # a second Ctrl-C must not interrupt the cleanup
                 threads.shutdown(wait=False, cancel_futures=True)
                 for process in self._processes:
                     process.terminate()
@@ -69,7 +69,7 @@ class Workers(Generic[Item, Answer]):
                 for process in self._processes:
                     process.join()
 
-    def _result(self, future: Future) -> Answer:
+    def _result(self, future: Future) -> Result:
         while self._on_report is not None:
             done, _ = wait([future], timeout=SECONDS_BETWEEN_REPORTS)
             while not self._reports.empty():
@@ -83,20 +83,20 @@ class Workers(Generic[Item, Answer]):
         process = self._context.Process(
             target=_serve, args=(theirs, self._function, self._on_report is not None), daemon=True
         )
-        ensure_running()  # else it is started below, and unblocks Ctrl-C
-        with _interrupts_later():
+        ensure_running()  # otherwise process.start() starts it, which unblocks Ctrl-C
+        with _interrupts_deferred():
             process.start()
         self._processes.append(process)
-        theirs.close()  # so that the pipe ends with the worker
+        theirs.close()  # so that the pipe closes with the worker
         self._idle.put(ours)
 
-    def _ask(self, item: Item) -> Answer:
+    def _ask(self, item: Item) -> Result:
         connection = self._idle.get()
         try:
             connection.send(item)
             while (message := connection.recv())[0] == "report":
                 self._reports.put(message[1])
-            _, answer, error = message
+            _, result, error = message
         except (EOFError, OSError) as end:
             raise GptlmError(
                 f"one of the {self._count} worker processes died (killed, or out of memory); "
@@ -106,29 +106,29 @@ class Workers(Generic[Item, Answer]):
             self._idle.put(connection)
         if error is not None:
             raise error
-        return answer
+        return result
 
 
 def one_thread() -> None:
-    """Workers are the parallelism; tokenizers' own threads would compete with them. A user's setting stays."""
+    """Switch off the threads of `tokenizers`, which would compete with the workers, unless the user has set them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _serve(connection: Connection, function: Callable, reports: bool) -> None:
-    """The life of a worker; it ends with its parent, whose end of the pipe is closed then."""
+    """The loop of a worker; it ends with its parent, because that closes the pipe."""
     one_thread()
     if reports:
         function = partial(_reporting, function, connection)
     try:
         while True:
             item = connection.recv()
-            answer: tuple[str, Any, Exception | None]
+            message: tuple[str, Any, Exception | None]
             try:
-                answer = ("answer", function(item), None)
+                message = ("result", function(item), None)
             except Exception as error:
                 error.add_note(traceback.format_exc())
-                answer = ("answer", None, error)
-            connection.send(answer)
+                message = ("result", None, error)
+            connection.send(message)
     except (EOFError, OSError):
         return
 
@@ -151,21 +151,19 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block, and processes started inside never see it: they end with their parent.
-
-    Blocking alone would not do: another thread takes the signal, and Python raises it in this one.
-    """
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C is deferred to the end of the block; processes started in it never get the signal."""
     if current_thread() is not main_thread():
         yield
         return
-    noted: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    received: list[int] = []
+    # blocking alone is not enough: another thread gets the signal, and Python raises it in this one
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
-        if noted:
+        if received:
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Writing token files: nothing has its final name before everything is written."""
+"""Writing token files: no file gets its final name before everything is written."""
 
 import json
 import os
@@ -23,21 +23,18 @@ from gptlm.data.indexed import (
 from gptlm.disk import sync_folder
 from gptlm.errors import GptlmError
 
-COPY_TOKENS = 1 << 22  # tokens copied in one piece
-
+COPY_TOKENS = 1 << 22  # tokens in memory at a time
 LAYOUTS = ("mmap", "lazy", "cached", "npy")
 
 
 class IndexedTokensWriter:
-    """Write one corpus, document by document, in either format; nothing has its final name before `finish`.
+    """Writes one corpus, document by document. Memory: 4 bytes per sequence and 8 per document.
 
     Args:
         prefix: path without suffix.
         vocab_size: entries of the tokenizer; fixes the dtype, and every id must lie in [0, vocab_size).
         layout: "mmap" for `.bin/.idx`, "lazy" or "cached" for the same names in the TNTIDX format (whose ids are
             always int32), "npy" for `_ids.npy/_idx.npz`.
-
-    Memory: 4 bytes per sequence and 8 per document.
     """
 
     def __init__(self, prefix: str, vocab_size: int, layout: str = "mmap"):
@@ -47,7 +44,7 @@ class IndexedTokensWriter:
         self.sizes = array("i")
         self.document_starts = array("q", [0])
         self.total = 0
-        self.highest = -1
+        self.max_id = -1
         suffixes = ("_ids.npy", "_idx.npz") if layout == "npy" else (".bin", ".idx")
         self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,8 +53,11 @@ class IndexedTokensWriter:
             self._file.write(self._npy_header())
 
     def add(self, ids: np.ndarray, lengths: Sequence[int] | np.ndarray, documents: np.ndarray | None = None) -> None:
-        """Append sequences: `ids` (sum of lengths,) back to back. `documents` counts the sequences of each document,
-        unset: one.
+        """Append sequences.
+
+        Args:
+            ids: (sum of lengths,) of all sequences back to back.
+            documents: number of sequences of each document; None: one each.
 
         Raises:
             GptlmError: if an id lies outside [0, vocab_size).
@@ -90,51 +90,47 @@ class IndexedTokensWriter:
                     f"id {low if low < 0 else high} lies outside the vocabulary of {self.vocab_size} entries; "
                     f"ids would be stored wrongly in {self.dtype}"
                 )
-            self.highest = max(self.highest, high)
+            self.max_id = max(self.max_id, high)
         self._file.write(ids.astype(self.dtype).tobytes())
         self.total += len(ids)
 
     def finish(self, metadata: dict) -> list[Path]:
-        """Write the index and the metadata, give all files their final names; returns their paths."""
+        """Write index and metadata, give all files their final names, and return their paths."""
         if self.layout == "npy":
             self._file.seek(0)
             self._file.write(self._npy_header())
         self._close()
-        index_temporary = _temporary(self.index_path)
-        with open(index_temporary, "wb") as file:
-            self._write_index(file)
-            _flush(file)
         facts = {
             **metadata,
             "vocab_size": self.vocab_size,
             "dtype": str(self.dtype),
             "documents": len(self.document_starts) - 1,
             "tokens": self.total,
-            "max_id": self.highest,
+            "max_id": self.max_id,
         }
-        metadata_temporary = _temporary(metadata_path(self.prefix))
-        # ASCII escapes: under a C locale a path may hold bytes that UTF-8 text cannot
-        with open(metadata_temporary, "w", encoding="utf-8") as text:
-            text.write(json.dumps(facts, indent=1) + "\n")
-            _flush(text)
-        # The index last: without it the pair does not open.
-        self.index_path.unlink(missing_ok=True)
-        os.replace(_temporary(self.tokens_path), self.tokens_path)
-        os.replace(metadata_temporary, metadata_path(self.prefix))
-        sync_folder(self.tokens_path.parent)
-        os.replace(index_temporary, self.index_path)
-        sync_folder(self.index_path.parent)
+        with open(_temporary(self.index_path), "wb") as file:
+            self._write_index(file)
+            _sync(file)
+        with open(_temporary(metadata_path(self.prefix)), "wb") as file:
+            # ASCII escapes: under a C locale a path can contain bytes that UTF-8 text cannot
+            file.write((json.dumps(facts, indent=1) + "\n").encode())
+            _sync(file)
+        paths = [self.tokens_path, metadata_path(self.prefix), self.index_path]
+        self.index_path.unlink(missing_ok=True)  # the index last: without it the pair does not open
+        for path in paths:
+            os.replace(_temporary(path), path)
+            sync_folder(path.parent)
         return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
 
     def abandon(self) -> None:
-        """Remove what was written under temporary names."""
+        """Remove the temporary files."""
         self._close()
         for path in (self.tokens_path, self.index_path, metadata_path(self.prefix)):
             _temporary(path).unlink(missing_ok=True)
 
     def _close(self) -> None:
         if not self._file.closed:
-            _flush(self._file)
+            _sync(self._file)
             self._file.close()
 
     def _write_index(self, file) -> None:
@@ -145,16 +141,15 @@ class IndexedTokensWriter:
             return
         starts = sequence_starts(sizes)
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        if self.layout != "mmap":
+        if self.layout == "mmap":
+            file.write(MAGIC + np.array((1, code, len(sizes), len(documents)), dtype=HEADER).tobytes())
+            arrays = [sizes, starts * self.dtype.itemsize, documents]
+        else:
             counts = (1, code, self.dtype.itemsize, len(sizes), len(sizes), len(documents))
             file.write(TNT_MAGIC + np.array(counts, dtype=TNT_HEADER).tobytes())
             offsets = np.append(starts, np.int64(self.total))
-            for part in (np.arange(len(sizes) + 1, dtype=np.int64), offsets, sizes.astype(np.int64), documents):
-                file.write(part.tobytes())
-            return
-        header = np.array((1, code, len(sizes), len(documents)), dtype=HEADER)
-        file.write(MAGIC + header.tobytes())
-        for part in (sizes, starts * self.dtype.itemsize, documents):
+            arrays = [np.arange(len(sizes) + 1, dtype=np.int64), offsets, sizes.astype(np.int64), documents]
+        for part in arrays:
             file.write(part.tobytes())
 
     def _npy_header(self) -> bytes:
@@ -163,7 +158,7 @@ class IndexedTokensWriter:
         return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
-def _flush(file: IO) -> None:
+def _sync(file: IO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from gptlm.data.special_tokens import log_spelled
+from gptlm.data.encoder import log_special_tokens
 from gptlm.errors import GptlmError, named
 from gptlm.model.build import check_finite
 
@@ -72,7 +72,7 @@ def encode_prompts(
     """
     names = names or numbered(len(prompts))
     if not allow_special_tokens:
-        log_spelled("prompts", tokenizer, prompts)
+        log_special_tokens("prompts", tokenizer, prompts)
     literal = not allow_special_tokens
     rows = [
         tokenizer(prompt, add_special_tokens=False, split_special_tokens=literal)["input_ids"] for prompt in prompts

@@ -8,17 +8,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.data.unicode import check_text
+from gptlm.data import text_files
 from gptlm.errors import GptlmError
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Row, Score, Tokens, Windows
 
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
 AT_ONCE = 1000  # documents that are encoded together
 HIGHEST = 20.0  # Megatron's limit of exponents: exp(20) is 4.9e8
 Report = dict[str, Any]
@@ -185,13 +183,7 @@ def read_text(path: str) -> str:
     Raises:
         GptlmError: if it is missing, empty or not UTF-8.
     """
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise GptlmError(f"cannot read --eval_path {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        mend = "unpack it" if path.lower().endswith(PACKED) else "convert it with iconv"
-        raise GptlmError(f"{path} is not UTF-8 (byte {error.start}); {mend}") from error
+    text = text_files.read_text(path, f"--eval_path {path}")
     if not text.strip():
         raise GptlmError(f"{path} is empty; there is nothing to evaluate")
     return text
@@ -204,7 +196,7 @@ def _cloze_text(line: str, place: str) -> str:
         raise GptlmError(f'{place}: expected an object with a text, like {{"text": "..."}}') from error
     if not isinstance(text, str) or len(text.split()) < 2:
         raise GptlmError(f"{place}: LAMBADA needs a text of two words or more, found {str(text)[:40]!r}")
-    return check_text(text, place)
+    return text_files.check_text(text, place)
 
 
 def _cloze_rows(texts: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> list[ClozeRow]:

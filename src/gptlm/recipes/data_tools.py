@@ -9,12 +9,10 @@ import numpy as np
 
 from gptlm.config.args.data_tools import CopyArguments, OrderQuestion, PrefixArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
-from gptlm.data.blocks import BlockDataset
+from gptlm.data.blocks import BlockDataset, PretrainingDataset, build_split
 from gptlm.data.cache import IndexCache
-from gptlm.data.endings import missing_end
+from gptlm.data.corpora import SPLITS, Corpus, find_prefixes, missing_eos, open_corpora
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, read_metadata
-from gptlm.data.inputs import find_prefixes
-from gptlm.data.splits import SPLITS, Corpus, PretrainingDataset, build_split, open_corpora
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
@@ -78,7 +76,7 @@ def check(arguments: PrefixArguments) -> None:
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
     print(f"{tokens.prefix} is whole: {counts}, ids {low} to {high} ({known})")
-    if problem := missing_end(tokens, facts.get("eos_token_id")):
+    if problem := missing_eos(tokens, facts.get("eos_token_id")):
         print(f"warning: {problem}")
 
 
@@ -102,7 +100,7 @@ def stats(arguments: PrefixArguments) -> None:
     }
     for name, value in rows.items():
         print(f"{name:<34}{value:,}" if isinstance(value, int) else f"{name:<34}{value}")
-    if problem := missing_end(tokens, facts.get("eos_token_id")):
+    if problem := missing_eos(tokens, facts.get("eos_token_id")):
         print(f"warning: {problem}")
 
 
@@ -143,7 +141,7 @@ def copy(arguments: CopyArguments) -> None:
             writer.abandon()
     print(f"{len(sources)} corpora, {len(writer.sizes)} sequences, {writer.total:,} tokens")
     for source, fact in zip(sources, facts, strict=True):
-        if problem := missing_end(source, fact.get("eos_token_id", kept.get("eos_token_id"))):
+        if problem := missing_eos(source, fact.get("eos_token_id", kept.get("eos_token_id"))):
             print(f"warning: {problem}")
     print(f"written: {', '.join(map(str, written))}")
 

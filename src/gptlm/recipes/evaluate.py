@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm import ranks
 from gptlm.config.args.evaluate import EvaluateArguments
-from gptlm.data.corpus import holds_records, read_texts
-from gptlm.data.cutting import PIECE, Cutter
-from gptlm.data.special_tokens import log_spelled
-from gptlm.data.splits import Corpus, open_corpora
+from gptlm.data.corpora import Corpus, open_corpora
+from gptlm.data.documents import read_texts
+from gptlm.data.encoder import Cutter, log_special_tokens
+from gptlm.data.text_files import holds_records
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
@@ -119,7 +119,7 @@ def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows
         texts, places = [text for _, text in placed], [place for place, _ in placed]
         allow = arguments.allow_special_tokens
         if not allow:
-            log_spelled(f"texts of {arguments.eval_path}", tokenizer, texts)
+            log_special_tokens(f"texts of {arguments.eval_path}", tokenizer, texts)
         cloze = Cloze(texts, tokenizer, length, places, allow_special_tokens=allow)
         if cloze.cut:
             logger.info(
@@ -143,7 +143,7 @@ def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBas
     """Ids of a text file, read as one piece, and its original tokens."""
     text = read_text(arguments.eval_path or "")
     if not arguments.allow_special_tokens:
-        log_spelled(f"texts of {arguments.eval_path}", tokenizer, [text])
+        log_special_tokens(f"texts of {arguments.eval_path}", tokenizer, [text])
     ids = _ids(tokenizer, detokenize(text, arguments.detokenizer), arguments.allow_special_tokens)
     return np.array(ids, dtype=np.int64), len(text.strip().split(" "))
 
@@ -159,7 +159,7 @@ def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerB
     end = f", each followed by {tokenizer.eos_token}" if tokenizer.eos_token else ""
     logger.info("%s: the texts under %r of %d documents, end to end%s", path, key, len(texts), end)
     if not arguments.allow_special_tokens:
-        log_spelled(f"texts of {path}", tokenizer, texts)
+        log_special_tokens(f"texts of {path}", tokenizer, texts)
     prose = [detokenize(text, arguments.detokenizer) for text in texts]
     ids = encode_documents(prose, tokenizer, arguments.allow_special_tokens)
     return np.array(ids, dtype=np.int64), sum(len(text.strip().split(" ")) for text in texts)
@@ -171,8 +171,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, allow_special_tokens: bo
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=not allow_special_tokens)["input_ids"]
 
-    long = len(text) > 2 * PIECE
-    pieces = Cutter(tokenizer.backend_tokenizer, allow_special_tokens, encode).pieces(text) if long else [text]
+    pieces = Cutter(tokenizer.backend_tokenizer, allow_special_tokens, encode).pieces(text)
     return [number for piece in pieces for number in encode([piece])[0]]
 
 

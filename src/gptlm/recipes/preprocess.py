@@ -13,13 +13,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.preprocess import PreprocessJob
-from gptlm.data.corpus import bytes_of_shard, list_files, read_batches
+from gptlm.data.corpora import missing_eos
+from gptlm.data.documents import bytes_of_shard, read_batches
 from gptlm.data.encoder import TextEncoder
-from gptlm.data.endings import missing_end
 from gptlm.data.indexed import open_tokens
-from gptlm.data.preprocess import EncodeSettings, Part, Progress, write_corpus
-from gptlm.data.readers import size_of
-from gptlm.data.sentences import LINES, sentence_splitter
+from gptlm.data.preprocess import LINES, EncodeSettings, Part, Progress, sentence_splitter, write_corpus
+from gptlm.data.text_files import list_files, size_of
 from gptlm.data.workers import interrupts_ignored
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.disk import write_failure
@@ -31,17 +30,17 @@ from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 
-FEW_DOCUMENTS = 20  # fewer cannot be split 949,50,1 with something in each part
+FEW_DOCUMENTS = 20  # fewer leave a part of the split 949,50,1 empty
 
 
 def preprocess(job: PreprocessJob) -> list[Path]:
     """Run it; returns the written files.
 
     Raises:
-        GptlmError: if input, tokenizer or disk fail; nothing is left under the final names then.
+        GptlmError: if input, tokenizer or disk fail; no file has its final name then.
     """
     start_logging(main_process=True)
-    if threading.current_thread() is threading.main_thread():  # batch systems end jobs so: clean up as for Ctrl-C
+    if threading.current_thread() is threading.main_thread():  # sent by batch systems: clean up as for Ctrl-C
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for note in job.notes:
         logger.info("%s", note)
@@ -58,7 +57,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         writers += [IndexedTokensWriter(p, len(tokenizer), layout) for p in prefixes]
         progress = _encode(job, tokenizer, files, writers)
         if not writers[0].total and job.shard == (1, 1):
-            raise GptlmError(f"{arguments.input_path} holds no text under {' '.join(arguments.json_keys)}")
+            raise GptlmError(f"{arguments.input_path} has no text under {' '.join(arguments.json_keys)}")
         facts = {
             "tokenizer": name,
             "tokenizer_fingerprint": fingerprint(tokenizer),
@@ -76,16 +75,16 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         with interrupts_ignored():
             for writer in writers:
                 writer.abandon()
-    _say_result(progress, writers, written, sharded=job.shard != (1, 1))
+    _log_result(progress, writers, written, sharded=job.shard != (1, 1))
     for writer in writers:
-        problem = missing_end(open_tokens(writer.prefix), tokenizer.eos_token_id) if writer.total else None
+        problem = missing_eos(open_tokens(writer.prefix), tokenizer.eos_token_id) if writer.total else None
         if problem:
             logger.warning("%s", problem)
     return written
 
 
 def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
-    """The tokenizer and the folder or name it can be found under again."""
+    """The tokenizer, and the folder or name to load it from."""
     arguments = job.arguments
     if arguments.vocab_file and arguments.merge_file and arguments.model_name_or_path is None:
         folder = str(Path(arguments.vocab_file).resolve().parent)
@@ -104,7 +103,7 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _prefixes(job: PreprocessJob) -> list[str]:
-    """Names as the originals write them: Megatron adds key and level, PaddleNLP adds nothing. Shards add which."""
+    """Output prefixes as the originals name them: Megatron adds key and level, PaddleNLP nothing. Shards add a number."""
     prefix, (part, parts) = job.arguments.output_prefix or "", job.shard
     if parts > 1:
         prefix += f"_{part:05d}-of-{parts:05d}"
@@ -132,11 +131,14 @@ def _encode(
             allow_special_tokens=arguments.allow_special_tokens,
             skip_bad=arguments.on_error == "skip",
             backend=arguments.tokenizer_backend,
-            sentences=_language(job),
+            sentences=(LINES if arguments.chinese else arguments.lang) if arguments.split_sentences else None,
             keep_newlines=arguments.keep_newlines,
             level=arguments.sequence_level,
         )
-        _check(settings)
+        # errors that every worker would raise are raised here, once
+        TextEncoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
+        if settings.sentences:
+            sentence_splitter(settings.sentences, settings.keep_newlines)
         first, last = bytes_of_shard(files, job.shard)
         with _Bar(last - first, arguments.log_interval) as bar:
             return write_corpus(
@@ -151,7 +153,7 @@ def _encode(
 
 
 def _identity(job: PreprocessJob, files: list[Path], key: str) -> str:
-    """What shards must have in common to be parts of one corpus."""
+    """A hash of what shards must have in common to be parts of one corpus."""
     arguments = job.arguments
     names = ("txt_split", "split_sentences", "keep_newlines", "lang", "chinese", "sequence_level", "append_eos")
     flags = {name: getattr(arguments, name) for name in (*names, "allow_special_tokens", "on_error")}
@@ -160,26 +162,12 @@ def _identity(job: PreprocessJob, files: list[Path], key: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _language(job: PreprocessJob) -> str | None:
-    arguments = job.arguments
-    if not arguments.split_sentences:
-        return None
-    return LINES if arguments.chinese else arguments.lang
-
-
-def _check(settings: EncodeSettings) -> None:
-    """What a worker would stumble over is said here, once."""
-    TextEncoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
-    if settings.sentences:
-        sentence_splitter(settings.sentences, settings.keep_newlines)
-
-
 class _Bar:
     """A progress bar on a terminal (stderr), Megatron's progress lines in the log elsewhere."""
 
     def __init__(self, size: int, log_interval: int):
         self.log_interval = log_interval
-        self.said = 0
+        self.logged = 0
         self.bar = tqdm(
             total=size, unit="B", unit_scale=True, unit_divisor=1024, desc="encode", disable=not sys.stderr.isatty()
         )
@@ -193,12 +181,12 @@ class _Bar:
     def show(self, progress: Progress) -> None:
         self.bar.set_postfix_str("", refresh=False)
         self.bar.update(progress.read - self.bar.n)
-        if self.bar.disable and progress.documents - self.said >= self.log_interval:
-            self.said = progress.documents
+        if self.bar.disable and progress.documents - self.logged >= self.log_interval:
+            self.logged = progress.documents
             logger.info("Processed %s", _rate(progress))
 
     def show_part(self, part: Part) -> None:
-        """How far a document is that takes long; `show` counts it when it is finished."""
+        """Progress within a long document; `show` counts it when it is finished."""
         text = f"{part.done / (1 << 20):.0f} of {part.size / (1 << 20):.0f} MB of a long document"
         if self.bar.disable:
             logger.info("Encoded %s", text)
@@ -214,21 +202,19 @@ def _rate(progress: Progress) -> str:
     )
 
 
-def _say_result(progress: Progress, writers: list[IndexedTokensWriter], written: list[Path], *, sharded: bool) -> None:
+def _log_result(progress: Progress, writers: list[IndexedTokensWriter], written: list[Path], *, sharded: bool) -> None:
     logger.info("Processed %s", _rate(progress))
     if progress.empty:
-        logger.info("%d documents without text were left out", progress.empty)
+        logger.info("%d documents without text were skipped", progress.empty)
     for reason in progress.reasons:
-        logger.warning("left out: %s", reason)
+        logger.warning("skipped: %s", reason)
     if progress.bad:
-        logger.warning("%d broken documents were left out (--on_error skip)", progress.bad)
+        logger.warning("%d broken documents were skipped (--on_error skip)", progress.bad)
     for writer in writers:
         documents = len(writer.document_starts) - 1
         logger.info("%s: %d documents, %s tokens, %s", writer.prefix, documents, f"{writer.total:,}", writer.dtype)
         if not documents:
-            logger.warning("no document begins in this shard; the empty files belong to the merge all the same")
+            logger.warning("no document starts in this shard; merging needs its empty files as well")
         elif documents < FEW_DOCUMENTS and not sharded:
-            logger.warning(
-                "%d documents are few: splits are made of whole documents (for .txt see --txt_split)", documents
-            )
+            logger.warning("only %d documents: splits consist of whole documents (for .txt see --txt_split)", documents)
     logger.info("written: %s", ", ".join(str(path) for path in written))

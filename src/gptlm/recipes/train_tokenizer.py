@@ -5,8 +5,8 @@ from itertools import chain
 from pathlib import Path
 
 from gptlm.config.args.preprocess import TokenizerArguments
-from gptlm.data.corpus import read_texts
-from gptlm.data.cutting import in_pieces
+from gptlm.data.documents import read_texts
+from gptlm.data.encoder import in_pieces
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
@@ -29,19 +29,17 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
     first = next((text for text in texts if text.strip()), None)
     if first is None:
-        raise GptlmError(f"{arguments.input_path} holds no text under {arguments.json_key!r} to train on")
+        raise GptlmError(f"{arguments.input_path} has no text under {arguments.json_key!r} to train on")
     texts = in_pieces(chain([first], texts))
     trained = train_tokenizer(texts, arguments.vocab_size, min_frequency=arguments.min_frequency)
     if len(trained) < arguments.vocab_size:
         logger.warning(
-            "the text offers %d entries, %d were asked for (min_frequency %d)",
-            len(trained),
-            arguments.vocab_size,
-            arguments.min_frequency,
-        )
+            "the text gives %d entries, %d were requested (min_frequency %d)",
+            len(trained), arguments.vocab_size, arguments.min_frequency,
+        )  # fmt: skip
     try:
         trained.save_pretrained(folder)
-        trained.backend_tokenizer.model.save(str(folder))  # GPT-2's two files, for tools that want them
+        trained.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt, for tools that need them
     except OSError as error:
         raise GptlmError(f"cannot write the tokenizer to {folder}: {write_failure(error, folder)}") from error
     logger.info("tokenizer with %d entries (%s) written to %s", len(trained), fingerprint(trained), folder)

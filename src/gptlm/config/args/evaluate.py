@@ -12,7 +12,7 @@ from gptlm.config.args.training import bad_device, bad_split
 from gptlm.config.field import arg, check_fields
 from gptlm.config.parser import Parsed, Vocabulary, build, parse
 from gptlm.config.problem import Problem, usage_error
-from gptlm.data.corpus import holds_records
+from gptlm.data.text_files import holds_records
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
 from gptlm.model.files import shape_of_config

@@ -14,7 +14,7 @@ from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import PretrainRun, Run
-from gptlm.data.splits import Corpus, id_range_of
+from gptlm.data.corpora import Corpus, id_range_of
 from gptlm.errors import GptlmError, doing
 from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model

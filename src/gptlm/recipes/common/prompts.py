@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.config.args.predict import DEFAULT_PROMPTS, STDIN, PredictArguments
-from gptlm.data.unicode import check_text
+from gptlm.data.text_files import check_text, decode, parse_array, read_text
 from gptlm.errors import GptlmError
 
 logger = logging.getLogger(__name__)
 
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
 PROMPT_KEYS = ("prompt", "src", "text")
 
 
@@ -45,7 +44,8 @@ def read_prompts(arguments: PredictArguments) -> list[Prompt]:
 def _from_stdin() -> list[Prompt] | None:
     """One prompt per line, or JSON lines as in a .jsonl if every line is such a record; None if there is nothing."""
     logger.info("reading prompts from standard input (--prompt and --input_file give others)")
-    lines = _lines(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")  # None: it is closed
+    content = sys.stdin.buffer.read() if sys.stdin else b""  # None: it is closed
+    lines = _lines(decode(content, "standard input"), "standard input")
     if not lines:
         logger.warning("standard input is empty: the built-in prompts are continued")
         return None
@@ -58,35 +58,25 @@ def _from_stdin() -> list[Prompt] | None:
 
 def _from_file(path: Path) -> list[Prompt]:
     """One prompt per line of text, or of JSON in a .jsonl; or per item of the array in a .json."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise GptlmError(f"cannot read the prompts in {path}: {error.strerror}") from error
-    lines = _lines(content, str(path))
+    text = read_text(path, f"the prompts in {path}")
+    lines = _lines(text, str(path))
     if not lines:
         raise GptlmError(f"{path} holds no prompts; expected one per line")
     if path.suffix == ".json" and lines[0].text.lstrip().startswith("["):
-        return _from_array(content, str(path))
+        return _from_array(text, str(path))
     return [_prompt_of(line) for line in lines] if path.suffix in (".json", ".jsonl") else lines
 
 
-def _from_array(content: bytes, place: str) -> list[Prompt]:
-    try:
-        items = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise GptlmError(f"{place}: broken JSON array: {error}") from error
+def _from_array(text: str, place: str) -> list[Prompt]:
+    items = parse_array(text, place)
     if not items:
         raise GptlmError(f"{place} holds no prompts; expected texts, or records with one")
     return [_prompt(item, f"{place}, item {number}") for number, item in enumerate(items, start=1)]
 
 
-def _lines(content: bytes, place: str) -> list[Prompt]:
+def _lines(text: str, place: str) -> list[Prompt]:
     """The lines that are not blank."""
-    try:
-        lines = content.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        mend = "unpack it, or give .txt or .jsonl" if place.endswith(PACKED) else "convert it with iconv"
-        raise GptlmError(f"{place} is not UTF-8 (byte {error.start}); {mend}") from error
+    lines = text.replace("\r\n", "\n").split("\n")
     return [Prompt(f"{place}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

@@ -11,21 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
-from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks
+from gptlm.data.blocks import BlocksWithDocuments, PretrainingDataset, UnreadBlocks, build_split
 from gptlm.data.cache import IndexCache, content_hash
-from gptlm.data.collate import NO_TARGET, DocumentCollator, collate_blocks
-from gptlm.data.endings import missing_end
+from gptlm.data.collate import IGNORED, DocumentCollator, collate_blocks
+from gptlm.data.corpora import SPLITS, Corpus, check_ids, default_cache_folders, missing_eos, refuse_short
 from gptlm.data.epochs import Filled
 from gptlm.data.indexed import content_fingerprint
-from gptlm.data.splits import (
-    SPLITS,
-    Corpus,
-    PretrainingDataset,
-    build_split,
-    check_ids,
-    default_cache_folders,
-    refuse_short,
-)
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
@@ -171,7 +162,7 @@ def window(run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | No
         return None
     size = run.training.per_device_eval_batch_size * run.dims.data
     samples: Any = served(run, mesh, dataset)
-    filler: Any = np.full(run.data.max_seq_length + 1, NO_TARGET)
+    filler: Any = np.full(run.data.max_seq_length + 1, IGNORED)
     if _needs_documents(run):
         filler = filler, [len(filler)]
     return Filled(Subset(samples, range(min(count, len(dataset)))), filler, size)
@@ -238,7 +229,7 @@ def say_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrai
         return
     for corpus in corpora:
         eos_id = tokenizer.eos_token_id if tokenizer else corpus.metadata.get("eos_token_id")
-        if corpus.weight > 0 and (problem := missing_end(corpus.tokens, eos_id)):
+        if corpus.weight > 0 and (problem := missing_eos(corpus.tokens, eos_id)):
             logger.warning("%s", problem)
 
 

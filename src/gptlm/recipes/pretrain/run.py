@@ -9,7 +9,7 @@ from transformers import set_seed
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.compat.log_lines import flops_per_sample
 from gptlm.config.run import PretrainRun, with_epochs_counted
-from gptlm.data.splits import Corpus, open_corpora
+from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.parallel.process_groups import Mesh
 from gptlm.planner.args import sizes_of

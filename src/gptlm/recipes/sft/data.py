@@ -1,4 +1,4 @@
-"""The data of a fine-tuning run: which examples there are, what they become, what evaluations read and continue."""
+"""The data of a fine-tuning run: examples, their rows, and what evaluations read and continue."""
 
 import hashlib
 import logging
@@ -13,12 +13,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from gptlm.config.origin import Origin
 from gptlm.config.run import SftRun
+from gptlm.data.collate import NO_TARGETS, PackCollator, RowCollator, pack
+from gptlm.data.conversations import Example, first_text, written_texts
+from gptlm.data.encoder import log_special_tokens
 from gptlm.data.epochs import Filled
-from gptlm.data.paddle_rows import PaddleEncoder
-from gptlm.data.rows import Encoder, Lengths, Row, Text, text_encoder, with_targets
-from gptlm.data.sft import NO_TARGETS, PackCollator, RowCollator, packed
-from gptlm.data.special_tokens import log_spelled
-from gptlm.data.turns import Example, beginning, said
+from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, Row, Text, text_encoder, with_targets
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
 from gptlm.recipes.sft.sources import Sources, read
@@ -26,32 +25,32 @@ from gptlm.training.metrics.responses import Continuation
 
 logger = logging.getLogger(__name__)
 
-HELD_OUT = 20  # one in so many examples, where there are none for evaluation
-MOST_HELD_OUT = 1000
+EVALUATION_SHARE = 20  # one in so many examples is held out where there are none for evaluation
+MAX_HELD_OUT = 1000
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What generation continues: ids before an answer, with earlier answers; the answer's text; the row's other ids."""
+    """A prompt that generation continues: ids before a response, the response's text, and the row's other ids."""
 
     ids: list[int]
-    answer: str
+    response: str
     rest: list[int]
 
 
 @dataclass(frozen=True)
 class SftData:
-    """Samples for training and evaluation (one or more rows each), and what evaluations continue."""
+    """Samples for training and evaluation (one or more rows each), and prompts that evaluations continue."""
 
     train: list[list[Row]]
     dev: list[list[Row]]
     prompts: list[Prompt]
 
     @property
-    def ends(self) -> int | list[int] | None:
-        """The id that ends answers, as `generation_config.eos_token_id` has it: a list where there are several."""
-        ends = sorted({row.end for sample in self.train + self.dev for row in sample if row.end is not None})
-        return ends[0] if len(ends) == 1 else ends or None
+    def end_ids(self) -> int | list[int] | None:
+        """The id that ends responses, for `generation_config.eos_token_id`: a list if there are several."""
+        ids = sorted({row.end_id for sample in self.train + self.dev for row in sample if row.end_id is not None})
+        return ids[0] if len(ids) == 1 else ids or None
 
     @property
     def tokens_per_sample(self) -> int:
@@ -65,52 +64,56 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
     """Everything in `sources` (see `find_sources`) read and encoded.
 
     Raises:
-        GptlmError: if files cannot be read, or nothing can be learnt from them.
+        GptlmError: if files cannot be read, or no example has a target.
     """
-    parts = _examples(run, sources, tokenizer)
+    train, dev = _examples(run, sources, tokenizer)
     if not run.data.allow_special_tokens and not run.data.paddle_compat:
-        for part in parts:
-            texts = ("\0".join(said(example)) for example in part.examples)
-            log_spelled(f"{part.name} examples of {part.source}", tokenizer, texts)
+        for part in (train, dev):
+            texts = ("\0".join(written_texts(example)) for example in part.examples)
+            log_special_tokens(f"{part.name} examples of {part.source}", tokenizer, texts)
     encoder = _encoder(run, tokenizer)
-    rows = {part.name: _rows(encoder, part, run.shape.vocab_size, tokenizer) for part in parts}
-    shown = rows["train"] or rows["dev"]
-    if shown:
-        _show(shown[0], tokenizer)
-    length = run.data.max_length or 0
-    samples = {
-        name: packed(found, length) if run.data.zero_padding else [[row] for row in found]
-        for name, found in rows.items()
-    }
-    if run.data.zero_padding:
-        logger.info(
-            "%d examples are packed into %d samples of %d tokens", len(rows["train"]), len(samples["train"]), length
-        )
-    prompts = [prompt for row in rows["dev"] for prompt in _prompts(row)]
+    train_rows, dev_rows = (_rows(encoder, part, run.shape.vocab_size, tokenizer) for part in (train, dev))
+    for row in (train_rows or dev_rows)[:1]:
+        logger.info("the first example, prompt: %r", tokenizer.decode(row.ids[: row.prompt_length].tolist()))
+        logger.info("the first example, response: %r", tokenizer.decode(row.ids[row.prompt_length :].tolist()))
+    prompts = [prompt for row in dev_rows for prompt in _prompts(row)]
     limit = run.data.generate_num if run.data.generate_num >= 0 else len(prompts)
-    return SftData(samples["train"], samples["dev"], prompts[:limit])
+    if not run.data.zero_padding:
+        return SftData([[row] for row in train_rows], [[row] for row in dev_rows], prompts[:limit])
+    length = run.data.max_length or 0
+    packs = pack(train_rows, length)
+    logger.info("%d examples are packed into %d samples of %d tokens", len(train_rows), len(packs), length)
+    return SftData(packs, pack(dev_rows, length), prompts[:limit])
 
 
 def _prompts(row: Row) -> list[Prompt]:
-    """One for each answer of a conversation, in order; none for an answer without anything before it."""
+    """One for each response of a conversation, in order; none for a response without anything before it."""
     ids = row.ids.tolist()
-    places = [*row.earlier, (row.prompt, row.answer)]
-    return [Prompt(ids[:place], text, ids[place:]) for place, text in places if place]
+    responses = [*row.earlier, (row.prompt_length, row.response)]
+    return [Prompt(ids[:place], text, ids[place:]) for place, text in responses if place]
+
+
+def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
+    """What determines the sample order."""
+    digest = hashlib.sha256()
+    for sample in data.train:
+        if len(sample) > 1:  # packed: where a sample starts is part of the order
+            digest.update(len(sample).to_bytes(8, "little"))
+        for row in sample:
+            digest.update(row.ids.tobytes())
+            digest.update(row.loss_mask.tobytes())
+    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed}
 
 
 def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowCollator | PackCollator:
     """How samples become batches."""
-    pad = padding_id(tokenizer)
+    # any id would do for padding: it is not a target, and nothing attends to it
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return PackCollator(pad) if run.data.zero_padding else RowCollator(pad, pad_left=run.data.paddle_compat)
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any id would do: padding is no target, and nothing attends to it."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-
 def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:
-    """The evaluation samples, filled up to whole batches on every process."""
+    """The evaluation samples, padded to whole batches on every process."""
     multiple = run.training.per_device_eval_batch_size * run.dims.data
     return Filled(data.dev, NO_TARGETS, multiple, sum(map(len, data.dev))) if data.dev else None
 
@@ -125,14 +128,14 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
     check_rows(prompts, positions, run.shape.vocab_size, longest, names)
 
     def generate(model: Any, rows: Sequence[list[int]]) -> list[str]:
-        # with sharded weights a process runs the model for as long as any other still generates: all of them must fit
-        together = is_deepspeed_zero3_enabled()
+        # ZeRO stage 3: a process runs the model while any other still generates, so the longest prompt limits all
+        sharded = is_deepspeed_zero3_enabled()
         new = continue_rows(
             model,
             tokenizer,
             rows,
             batch_size=run.training.per_device_eval_batch_size,
-            max_new_tokens=min(longest, positions - max(map(len, prompts))) if together else longest,
+            max_new_tokens=min(longest, positions - max(map(len, prompts))) if sharded else longest,
         )
         return [text_of(tokenizer, ids) for ids in new]
 
@@ -147,42 +150,29 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
 
 
 def _references(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The answers as they read if the model gives them token by token: predictions are compared with their like.
-
-    An answer that was cut for training counts whole.
-    """
+    """The whole responses as text decoded from their ids, as predictions are."""
     if run.data.paddle_compat:
         return [text_of(tokenizer, prompt.rest) for prompt in data.prompts]
     encode = text_encoder(tokenizer, run.data.allow_special_tokens)
-    answers = encode([Text(prompt.answer) for prompt in data.prompts])
-    return [text_of(tokenizer, before(answer.ids, [tokenizer.eos_token_id])) for answer in answers]
-
-
-def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
-    """What fixes which samples come when."""
-    digest = hashlib.sha256()
-    for sample in data.train:
-        if len(sample) > 1:  # packed: where a sample begins is a part of the order
-            digest.update(len(sample).to_bytes(8, "little"))
-        for row in sample:
-            digest.update(row.ids.tobytes())
-            digest.update(row.learnt.tobytes())
-    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed}
+    responses = encode([Text(prompt.response) for prompt in data.prompts])
+    return [text_of(tokenizer, before(response.ids, [tokenizer.eos_token_id])) for response in responses]
 
 
 def _paddle_clean(text: str) -> str:
-    """PaddleNLP's: it strips these characters, in any order, from both ends."""
-    return text.strip().strip("question:")
+    return text.strip().strip("question:")  # as PaddleNLP: strips these characters, in any order, from both ends
+
+
+# Examples ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Part:
-    """Examples of one use.
+    """Examples for training or evaluation.
 
     Attributes:
         name: "train" or "dev".
         source: where they were read from.
-        first: number of the first of them in `source`, counted from 1 over records with an answer.
+        first: number of the first of them in `source`, counted from 1 over records with a response.
     """
 
     name: str
@@ -207,7 +197,7 @@ def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
         return Part("train", []), Part("dev", train, source)
     if not training.do_eval or dev.examples:
         return Part("train", train, source), dev
-    count = min(max(1, len(train) // HELD_OUT), MOST_HELD_OUT)
+    count = min(max(1, len(train) // EVALUATION_SHARE), MAX_HELD_OUT)
     if len(train) <= count:
         raise GptlmError(
             f"there are {len(train)} examples in {source}; one for training and one for evaluation are needed"
@@ -218,7 +208,7 @@ def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
 
 
 def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> Part:
-    """Examples of the file for evaluation; none where there is no such file, or where training can hold some out.
+    """Examples of the file for evaluation; none if there is no such file, or if training can hold some out.
 
     Raises:
         GptlmError: if a file that was named, or without which nothing can be evaluated, has none.
@@ -232,7 +222,7 @@ def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenize
         more = "; give another file, or leave --eval_dataset_name_or_path out" if named else ""
         raise GptlmError(f"there are no examples to evaluate on in {source}{more}")
     if not part.examples:
-        logger.warning("%s holds no example with an answer: training examples are held out instead", source)
+        logger.warning("%s has no example with a response: training examples are held out instead", source)
     return part
 
 
@@ -241,74 +231,70 @@ def _asks_questions(run: SftRun) -> bool:
     return run.sources["task_name"].origin is not Origin.DEFAULT
 
 
+# Rows -------------------------------------------------------------------------------------------------------------
+
+
 def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder | PaddleEncoder:
     data = run.data
-    end, lengths = int(tokenizer.eos_token_id), Lengths(data.src_length, data.tgt_length, data.max_length or 0)
+    eos_id, lengths = int(tokenizer.eos_token_id), Lengths(data.src_length, data.tgt_length, data.max_length or 0)
     if not data.paddle_compat:
         encode = text_encoder(tokenizer, data.allow_special_tokens)
-        return Encoder(encode, end, lengths, data.train_on_prompt, data.truncation_side)
+        return Encoder(encode, eos_id, lengths, data.train_on_prompt, data.truncation_side)
 
-    def plain(texts: list[str]) -> list[list[int]]:
+    def encode_plain(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []  # type: ignore[return-value]
 
-    return PaddleEncoder(plain, end, lengths, data.train_on_prompt, str(tokenizer.eos_token))
+    return PaddleEncoder(encode_plain, eos_id, lengths, data.train_on_prompt, str(tokenizer.eos_token))
 
 
-def _rows(encoder: Encoder | PaddleEncoder, part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Rows with targets; `entries` is the size of the model's vocabulary."""
+def _rows(
+    encoder: Encoder | PaddleEncoder, part: Part, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Row]:
+    """Rows with targets; what is skipped or truncated is logged.
+
+    Raises:
+        GptlmError: if an id is outside of the model's vocabulary, or no row has a target.
+    """
     rows, name = encoder.rows(part.examples), part.name
     kept = with_targets(rows)
     if len(kept) < len(rows):
-        numbers = [str(number) for number, row in enumerate(rows, start=part.first) if not row.learnt.any()]
+        numbers = [str(number) for number, row in enumerate(rows, start=part.first) if not row.loss_mask.any()]
         more = ", ..." if len(numbers) > 10 else ""
         logger.warning(
-            "%d of %d %s examples are left out, no token of an answer is in them: numbers %s%s",
+            "%d of %d %s examples are skipped, they have no token of a response: numbers %s%s",
             len(numbers), len(rows), name, ", ".join(numbers[:10]), more,
         )  # fmt: skip
-    _check_ids(rows, part, entries, tokenizer)
-    shortened = [row.left_out for row in kept if row.left_out]
-    if shortened:
+    _check_ids(rows, part, vocab_size, tokenizer)
+    skipped = [row.skipped_turns for row in kept if row.skipped_turns]
+    if skipped:
         logger.warning(
-            "%d turns at the ends of %d %s conversations are left out: --max_length has no room for them",
-            sum(shortened), len(shortened), name,
+            "%d turns at the ends of %d %s conversations are skipped: they do not fit into --max_length",
+            sum(skipped), len(skipped), name,
         )  # fmt: skip
-    _say_cuts(kept, name)
+    if prompts := sum(row.truncated_prompts > 0 for row in kept):
+        logger.warning("%d of %d %s prompts are truncated to --src_length or --max_length", prompts, len(kept), name)
+    if responses := sum(row.truncated_responses > 0 for row in kept):
+        logger.warning(
+            "%d of %d %s responses are truncated to --tgt_length or --max_length: the model does not learn from them "
+            "where a response ends", responses, len(kept), name,
+        )  # fmt: skip
     if rows and not kept:
-        raise GptlmError(f"no {name} example has a token to learn; check --src_length, --tgt_length and --max_length")
+        raise GptlmError(f"no {name} example has a target token; check --src_length, --tgt_length and --max_length")
     if kept:
-        longest, learnt = max(len(row.ids) for row in kept), sum(int(row.learnt.sum()) for row in kept)
+        longest, targets = max(len(row.ids) for row in kept), sum(int(row.loss_mask.sum()) for row in kept)
         logger.info(
-            "%s: %d examples of %s, longest %d tokens, %d tokens to learn",
-            name, len(kept), part.source, longest, learnt,
-        )  # fmt: skip
+            "%s: %d examples of %s, longest %d tokens, %d target tokens", name, len(kept), part.source, longest, targets
+        )
     return kept
 
 
-def _check_ids(rows: list[Row], part: Part, entries: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises GptlmError, which names the example, if an id is beyond the model's vocabulary."""
+def _check_ids(rows: list[Row], part: Part, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
     for number, row in enumerate(rows, start=part.first):
         highest = int(row.ids.max(initial=0))
-        if highest >= entries:
-            text = beginning(part.examples[number - part.first])[:40]
+        if highest >= vocab_size:
+            text = first_text(part.examples[number - part.first])[:40]
             raise GptlmError(
                 f"{part.source}, example {number} (prompt {text!r}): the tokenizer gives id {highest} "
-                f"({tokenizer.convert_ids_to_tokens(highest)!r}), the model's vocabulary has {entries} entries; give "
-                "the model's own tokenizer"
+                f"({tokenizer.convert_ids_to_tokens(highest)!r}), the model's vocabulary has {vocab_size} entries; "
+                "give the model's own tokenizer"
             )
-
-
-def _say_cuts(rows: list[Row], name: str) -> None:
-    prompts, answers = sum(row.cut_prompts > 0 for row in rows), sum(row.cut_answers > 0 for row in rows)
-    if prompts:
-        logger.warning("%d of %d %s prompts are cut at --src_length or --max_length", prompts, len(rows), name)
-    if answers:
-        logger.warning(
-            "%d of %d %s answers are cut at --tgt_length or --max_length: those teach no end of an answer",
-            answers, len(rows), name,
-        )  # fmt: skip
-
-
-def _show(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The first example as the model sees it."""
-    logger.info("the first example, prompt: %r", tokenizer.decode(row.ids[: row.prompt].tolist()))
-    logger.info("the first example, answer: %r", tokenizer.decode(row.ids[row.prompt :].tolist()))

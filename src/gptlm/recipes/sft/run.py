@@ -10,8 +10,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.config.run import SftRun, with_epochs_counted
+from gptlm.data.collate import NO_TARGETS
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
-from gptlm.data.sft import NO_TARGETS
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
@@ -98,7 +98,7 @@ def _run(
     say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
     set_seed(run.training.seed)
     model: Any = make_model(run, tokenizer, deepspeed)
-    ends = tokenizer.eos_token_id if data.ends is None else data.ends
+    ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
     model.generation_config.eos_token_id = ends
     uneven = "examples differ in length"
     speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)

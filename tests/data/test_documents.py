@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from gptlm.data.corpus import good_texts_of, list_files, read_batches, read_texts, texts_of
+from gptlm.data.documents import read_batches, read_texts, texts_of
+from gptlm.data.text_files import list_files
 from gptlm.errors import GptlmError
 
 TEXTS = ["one", "two\nlines", "", "vier äöü", "五 今天"]
@@ -80,7 +81,8 @@ def test_bad_documents_can_be_left_out_with_their_reasons(tmp_path):
     lines = [b'{"text": "a"}', b'{"text": ', b'{"text": "\xff"}', b'{"title": "b"}', b'{"text": "c"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (batch,) = read_batches([tmp_path / "a.jsonl"])
-    texts, bad = good_texts_of(batch, ["text"])
+    bad = []
+    texts = texts_of(batch, ["text"], bad)
     assert texts == [("a",), ("c",)]
     assert [reason.split("a.jsonl, ")[1][:6] for reason in bad] == ["line 2", "line 3", "line 4"]
 
@@ -106,11 +108,12 @@ def test_half_a_surrogate_pair_is_named(tmp_path):
     """A whole pair is one character. `\\ud83d` alone is none; it is counted where broken documents are skipped."""
     lines = ['{"text": "\\ud83d\\ude00"}', '{"text": "ab\\ud83d c"}', '{"text": "z"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
-    said = "a.jsonl, line 2: the text under 'text' is not valid Unicode .character 3.; mend it there"
+    said = "a.jsonl, line 2: the text under 'text' is not valid Unicode .character 3.; fix it there"
     with pytest.raises(GptlmError, match=said):
         list(read_texts(str(tmp_path / "a.jsonl")))
     (batch,) = read_batches([tmp_path / "a.jsonl"])
-    texts, bad = good_texts_of(batch, ["text"])
+    bad = []
+    texts = texts_of(batch, ["text"], bad)
     assert texts == [("😀",), ("z",)] and len(bad) == 1 and "line 2" in bad[0]
 
 
@@ -229,7 +232,9 @@ def test_a_chinese_array_in_another_encoding_is_named_by_line(tmp_path):
 def test_the_column_of_broken_json_is_where_it_breaks(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n  {"text": "abc"\n{"text": "b"} x\n')
     batches = list(read_batches([tmp_path / "a.jsonl"]))
-    bad = [reason for batch in batches for reason in good_texts_of(batch, ["text"])[1]]
+    bad = []
+    for batch in batches:
+        texts_of(batch, ["text"], bad)
     assert "line 2: broken JSON at column 17: Expecting ',' delimiter" in bad[0]
     assert "line 3: broken JSON at column 15: Extra data" in bad[1]
 
@@ -243,7 +248,7 @@ def test_lines_of_a_text_file_are_shared_out(tmp_path):
 
 def test_an_array_of_strings_is_no_array_of_documents(tmp_path):
     (tmp_path / "a.json").write_text('["{}", "b"]')
-    with pytest.raises(GptlmError, match=r"a.json, document 1: str instead of an object"):
+    with pytest.raises(GptlmError, match=r"a.json, record 1: str instead of an object"):
         list(read_texts(str(tmp_path / "a.json")))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from gptlm.data import cutting, encoder
+from gptlm.data import encoder
 from gptlm.data.encoder import TextEncoder
 from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
 from gptlm.recipes import evaluate
@@ -37,9 +37,8 @@ def texts(count, longest, seed=0):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(cutting, "PIECE", 5)
     monkeypatch.setattr(encoder, "PIECE", 5)
-    monkeypatch.setattr(cutting, "SEAM", 24)
+    monkeypatch.setattr(encoder, "SEAM", 24)
 
 
 def assert_same(file, backend="tokenizers", allow=False, least=0.0, count=1500):
@@ -119,7 +118,7 @@ def test_a_text_without_a_place_to_cut_is_named_once(tmp_path, small_pieces, cap
     for _ in range(2):
         ids, _ = encode(["abc def." + "x" * 40])
         assert ids.tolist() == tokenizer("abc def." + "x" * 40)["input_ids"]
-    assert caplog.text.count("there is no place to cut it that surely keeps its ids") == 1
+    assert caplog.text.count("no place was found where a cut is sure to keep its ids") == 1
 
 
 MEASURE = """
@@ -149,16 +148,15 @@ def test_a_long_document_takes_little_memory(tmp_path):
 
 def test_a_tokenizer_trained_on_pieces_is_the_same(small_pieces):
     many = list(texts(300, 60, seed=2))
-    pieces = list(cutting.in_pieces(many))
+    pieces = list(encoder.in_pieces(many))
     assert len(pieces) > 3 * len(many) and "".join(pieces) == "".join(many)
     whole, cut = train_tokenizer(many, 600), train_tokenizer(pieces, 600)
     assert whole.backend_tokenizer.to_str() == cut.backend_tokenizer.to_str()
 
 
-def test_a_long_text_to_evaluate_has_the_same_ids(small_pieces, monkeypatch):
-    monkeypatch.setattr(evaluate, "PIECE", 5)
+def test_a_long_text_to_evaluate_has_the_same_ids(small_pieces):
     tokenizer = train_tokenizer(list(texts(100, 60)), 400)
-    for allowed in (True, False):  # whether end-of-text tokens that a text spells are tokens
+    for allowed in (True, False):  # whether end-of-text tokens in a text become ids
         for text in texts(100, 60, seed=3):
             whole = tokenizer(text, add_special_tokens=False, split_special_tokens=not allowed)["input_ids"]
             assert evaluate._ids(tokenizer, text, allowed) == whole

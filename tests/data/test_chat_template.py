@@ -2,10 +2,9 @@
 
 import pytest
 
-from gptlm.data.chat import ChatTemplate
-from gptlm.data.messages import conversation
-from gptlm.data.paddle_rows import PaddleEncoder
-from gptlm.data.rows import Encoder, Lengths, text_encoder
+from gptlm.data.chat_template import ChatTemplate
+from gptlm.data.conversations import parse_conversation
+from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import add_tokens, train_tokenizer
 
@@ -65,15 +64,15 @@ def tokenizer(base):
 
 def row_of(tokenizer, messages, template, *, allow=False, source=200, target=200, total=400, side="left"):
     tokenizer.chat_template = template
-    chat = ChatTemplate(tokenizer)(conversation(messages, "f.jsonl, line 7"))
+    chat = ChatTemplate(tokenizer)(parse_conversation(messages, "f.jsonl, line 7"))
     encoder = Encoder(text_encoder(tokenizer, allow), tokenizer.eos_token_id, Lengths(source, target, total), side=side)
     return encoder.rows([chat])[0]
 
 
-def learnt(tokenizer, row):
+def targets(tokenizer, row):
     """The texts that are targets, each whole."""
     found = [[]]
-    for token, target in zip(row.ids.tolist(), row.learnt, strict=True):
+    for token, target in zip(row.ids.tolist(), row.loss_mask, strict=True):
         found[-1].append(token) if target else found.append([])
     return [tokenizer.decode(ids) for ids in found if ids]
 
@@ -91,8 +90,8 @@ def learnt(tokenizer, row):
 def test_ids_are_those_of_apply_chat_template(tokenizer, template, end, answers):
     row = row_of(tokenizer, TALK, template)
     assert row.ids.tolist() == tokenizer.apply_chat_template(TALK, return_dict=False)
-    assert learnt(tokenizer, row) == answers and tokenizer.convert_ids_to_tokens(row.end) == end
-    assert (row.answer, [text for _, text in row.earlier]) == ("user", [" sat on\na mat"])
+    assert targets(tokenizer, row) == answers and tokenizer.convert_ids_to_tokens(row.end_id) == end
+    assert (row.response, [text for _, text in row.earlier]) == ("user", [" sat on\na mat"])
     (place, _) = row.earlier[0]
     if template != THINKING:
         prompt = tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=False)
@@ -104,7 +103,7 @@ def test_the_mask_is_transformers_where_the_template_marks_answers(tokenizer, te
     row = row_of(tokenizer, TALK, template)
     wanted = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert row.ids.tolist() == wanted["input_ids"]
-    assert row.learnt.astype(int).tolist() == wanted["assistant_masks"]
+    assert row.loss_mask.astype(int).tolist() == wanted["assistant_masks"]
 
 
 def test_a_template_that_marks_no_end_is_followed_and_told(tokenizer):
@@ -113,11 +112,11 @@ def test_a_template_that_marks_no_end_is_followed_and_told(tokenizer):
     assert template != MARKED
     row = row_of(tokenizer, TALK, template)
     wanted = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    assert row.learnt.astype(int).tolist() == wanted["assistant_masks"]
-    assert tokenizer.convert_ids_to_tokens(row.end) == "<|im_end|>"
-    assert not ChatTemplate(tokenizer)(conversation(TALK, "f")).end_learnt
+    assert row.loss_mask.astype(int).tolist() == wanted["assistant_masks"]
+    assert tokenizer.convert_ids_to_tokens(row.end_id) == "<|im_end|>"
+    assert not ChatTemplate(tokenizer)(parse_conversation(TALK, "f")).end_in_loss
     tokenizer.chat_template = MARKED
-    assert ChatTemplate(tokenizer)(conversation(TALK, "f")).end_learnt
+    assert ChatTemplate(tokenizer)(parse_conversation(TALK, "f")).end_in_loss
 
 
 def test_a_template_that_ends_no_turn_gets_an_end_of_text_at_the_end(tokenizer):
@@ -125,7 +124,10 @@ def test_a_template_that_ends_no_turn_gets_an_end_of_text_at_the_end(tokenizer):
     row = row_of(tokenizer, TALK, ENDLESS)
     wanted = tokenizer.apply_chat_template(TALK, return_dict=False)
     assert row.ids.tolist() == [*wanted, tokenizer.eos_token_id]
-    assert learnt(tokenizer, row) == ["  sat on\na mat\n", " user\n<|endoftext|>"] and row.end == tokenizer.eos_token_id
+    assert (
+        targets(tokenizer, row) == ["  sat on\na mat\n", " user\n<|endoftext|>"]
+        and row.end_id == tokenizer.eos_token_id
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED, PHI])
@@ -142,7 +144,7 @@ def test_a_conversation_that_begins_with_the_assistant(tokenizer, template):
     """No prompt can be rendered of nothing: the header is context all the same."""
     row = row_of(tokenizer, TALK[2:], template)
     assert row.ids.tolist() == tokenizer.apply_chat_template(TALK[2:], return_dict=False)
-    assert learnt(tokenizer, row)[0] == " sat on\na mat<|im_end|>"
+    assert targets(tokenizer, row)[0] == " sat on\na mat<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -153,9 +155,9 @@ def test_turns_that_are_context(tokenizer, template):
         tokenizer, [message | {"weight": 0} if n == 2 else message for n, message in enumerate(talk)], template
     )
     assert row.ids.tolist() == tokenizer.apply_chat_template(talk, return_dict=False)
-    assert learnt(tokenizer, row) == ["user<|im_end|>"]
+    assert targets(tokenizer, row) == ["user<|im_end|>"]
     row = row_of(tokenizer, talk, template)
-    assert learnt(tokenizer, row) == [" sat on\na mat<|im_end|>", "user<|im_end|>"]
+    assert targets(tokenizer, row) == [" sat on\na mat<|im_end|>", "user<|im_end|>"]
     null = [message | {"content": message["content"] or None} for message in talk]
     assert row_of(tokenizer, null, template).ids.tolist() == row.ids.tolist()
 
@@ -168,17 +170,17 @@ def test_a_long_prompt_is_cut_inside_the_user_s_text(tokenizer, side, kept):
     cut = [TALK[0], {"role": "user", "content": kept}, TALK[2]]
     source = len(tokenizer.apply_chat_template(cut[:2], add_generation_prompt=True, return_dict=False))
     row = row_of(tokenizer, talk, CHATML, source=source, side=side)
-    text = tokenizer.decode(row.ids[: row.prompt]).replace("\n ", "\n")
+    text = tokenizer.decode(row.ids[: row.prompt_length]).replace("\n ", "\n")
     assert text == f"<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n{kept}<|im_end|>\n<|im_start|>assistant\n"
-    assert row.cut_prompts == 1 and row.prompt == source and count < 10
+    assert row.truncated_prompts == 1 and row.prompt_length == source and count < 10
     short = row_of(tokenizer, talk, CHATML, source=8, side=side)  # the headers alone are longer
-    assert not short.learnt.any()
+    assert not short.loss_mask.any()
 
 
 def test_turns_without_room_are_left_out_whole(tokenizer):
     whole = row_of(tokenizer, TALK, CHATML)
     row = row_of(tokenizer, TALK, CHATML, total=len(whole.ids) - 4)
-    assert row.left_out == 1 and learnt(tokenizer, row) == [" sat on\na mat<|im_end|>"]
+    assert row.skipped_turns == 1 and targets(tokenizer, row) == [" sat on\na mat<|im_end|>"]
     assert row.ids.tolist() == whole.ids[: len(row.ids)].tolist()
 
 
@@ -200,10 +202,10 @@ def test_tool_calls_are_rendered_by_the_template_or_refused(tokenizer):
     row = row_of(tokenizer, talk, TOOLS)
     rendered = [message | {"content": message["content"] or ""} for message in talk]
     assert row.ids.tolist() == tokenizer.apply_chat_template(rendered, return_dict=False)
-    assert learnt(tokenizer, row)[0].startswith('[{"type"') and learnt(tokenizer, row)[1] == "sat<|im_end|>"
+    assert targets(tokenizer, row)[0].startswith('[{"type"') and targets(tokenizer, row)[1] == "sat<|im_end|>"
     tokenizer.chat_template = TOOLS
     tools = [{"type": "function", "function": {"name": "f"}}]
-    chat = ChatTemplate(tokenizer)(conversation(talk, "f", tools=tools))
+    chat = ChatTemplate(tokenizer)(parse_conversation(talk, "f", tools=tools))
     assert chat.text == tokenizer.apply_chat_template(rendered, tools=tools, tokenize=False)
     with pytest.raises(GptlmError, match="line 7: message 2 has tool_calls, which the .* template does not render"):
         row_of(tokenizer, talk, CHATML)
@@ -214,7 +216,7 @@ def test_tool_calls_are_rendered_by_the_template_or_refused(tokenizer):
     [
         ("{{ raise_exception('no system turn') }}", "line 7: .*chat template refuses the conversation: no system turn"),
         ("{{ messages[0]['content'] + 1 }}", "line 7: .*chat template refuses the conversation"),
-        ("{% for m in messages %", "is no valid Jinja, line 1"),
+        ("{% for m in messages %", "is not valid Jinja, line 1"),
         ("{{ messages | length }}{{ messages[-1]['content'] }}", "line 7: .*chat template changes earlier turns"),
         (
             THINKING.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
@@ -238,7 +240,7 @@ def test_paddlenlp_s_encoding_of_a_template(tokenizer):
     def encode(texts):
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    chat = ChatTemplate(tokenizer)(conversation(TALK[1:], "f"))
+    chat = ChatTemplate(tokenizer)(parse_conversation(TALK[1:], "f"))
     end = tokenizer.eos_token_id
     (row,) = PaddleEncoder(encode, end, Lengths(200, 200, 400), end_of_text="<|endoftext|>").rows([chat])
     pieces = ["[user] Héllo 你好 the cat [/]", " sat on\na mat ", "[user] assistant [/]", " user "]
