@@ -107,7 +107,7 @@ def test_check_and_stats(tmp_path, capsys):
     content[-16] = 3  # the last document but one begins earlier than the one before
     (tmp_path / "a.idx").write_bytes(bytes(content))
     code, _, err = run(capsys, "check", tmp_path / "a")
-    assert code == 1 and "document 9 begins before" in err
+    assert code == 1 and "document 9 starts before" in err
 
 
 def test_a_note_beside_the_data_that_does_not_fit_is_named(tmp_path, capsys):
@@ -222,7 +222,7 @@ def test_merging_guards_its_inputs(tmp_path, capsys):
     np.save(tmp_path / "d_ids.npy", np.arange(6, dtype=np.int32))
     np.savez(tmp_path / "d_idx.npz", lens=np.array([1, 2, 3], np.int32), docs=np.array([0, 5, 3]))
     code, _, err = run(capsys, "merge", "--input", tmp_path / "d", "--output_prefix", tmp_path / "m")
-    assert code == 1 and "document 2 begins before" in err
+    assert code == 1 and "document 2 starts before" in err
     np.savez(tmp_path / "d_idx.npz", lens=np.array([1, 2, 3], np.int32), docs=np.array([0.0, 1.5, 3]))
     code, _, err = run(capsys, "check", tmp_path / "d")
     assert code == 1 and "'docs' is float64" in err

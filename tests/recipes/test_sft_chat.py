@@ -17,7 +17,7 @@ from gptlm.inference.loading import load_for_inference
 from gptlm.inference.tasks import Cloze
 from gptlm.model.tokenizer import add_tokens, train_tokenizer
 from gptlm.recipes.sft.run import sft
-from tests.data.test_chat import CHATML
+from tests.data.test_chat_template import CHATML
 
 TALK = [
     {"role": "user", "content": "the cat"},

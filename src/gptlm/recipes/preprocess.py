@@ -103,7 +103,7 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _prefixes(job: PreprocessJob) -> list[str]:
-    """Output prefixes as the originals name them: Megatron adds key and level, PaddleNLP nothing. Shards add a number."""
+    """Output prefixes as the originals name them: Megatron adds key and level, PaddleNLP nothing. Shards add theirs."""
     prefix, (part, parts) = job.arguments.output_prefix or "", job.shard
     if parts > 1:
         prefix += f"_{part:05d}-of-{parts:05d}"
