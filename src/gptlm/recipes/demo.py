@@ -20,21 +20,41 @@ from gptlm.recipes.train_tokenizer import tokenizer
 
 PROMPTS = ("Return a list of", "The function raises", "This class is used to")
 MIN_CHARACTERS = 80  # shorter docstrings carry little text
-VOCABULARY = 2048
+TOKENIZER = "--input_path {folder}/corpus.jsonl --output_dir {folder}/tokenizer --vocab_size 2048"
+PREPROCESS = """--input_path {folder}/corpus.jsonl --model_name_or_path {folder}/tokenizer
+    --output_prefix {folder}/data/python --append_eos --workers {workers}"""
+PRETRAIN = """--num_hidden_layers 3 --hidden_size 256 --num_attention_heads 4 --vocab_size 2048 --max_seq_length 128
+    --input_dir {folder}/data --output_dir {folder}/model --overwrite_output_dir --split 90,8,2
+    --per_device_train_batch_size 16 --per_device_eval_batch_size 16
+    --max_steps {steps} --learning_rate 2e-3 --min_learning_rate 2e-4
+    --lr_scheduler_type cosine --warmup_steps {tenth} --weight_decay 0.1
+    --hidden_dropout_prob 0 --attention_probs_dropout_prob 0
+    --logging_steps {tenth} --eval_steps {half} --save_steps {steps}
+    --do_train --do_eval --eval_on_start --eval_iters 4 --device cpu"""
+PREDICT = """--model_name_or_path {folder}/model --tgt_length 40 --device cpu --do_sample --top_k 20 --temperature 0.7
+    --output_file {folder}/continuations.jsonl --prompt"""
 
 
 def demo(arguments: DemoArguments) -> dict[str, float]:
     """Run the four commands, printing each as it would be typed; returns the metrics of pretraining."""
-    folder = Path(arguments.output_dir)
+    folder, steps = Path(arguments.output_dir), arguments.max_steps
+    tenth = max(1, steps // 10)
+    values = {"folder": folder, "workers": arguments.workers, "steps": steps, "tenth": tenth, "half": tenth * 5}
+
+    def command(script: str, flags: str, more: tuple[str, ...] = ()) -> list[str]:
+        words = [*(word.format_map(values) for word in flags.split()), *more]  # split first: the folder may have spaces
+        shown = " ".join(f'"{word}"' if " " in word else word for word in words)
+        print(f"\n$ python scripts/{script} {shown}", flush=True)
+        return words
+
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.jsonl"
     print(f"text of this Python ({sysconfig.get_python_version()}): {_write_corpus(corpus) / 1e6:.1f} MB in {corpus}")
-    tokenizer(parse_tokenizer(_print_command("train_tokenizer.py", _tokenizer_words(folder))))
-    preprocess(parse_preprocess(_print_command("preprocess_data.py", _preprocess_words(folder, arguments.workers))))
-    run = parse_pretrain(_print_command("run_pretrain.py", _pretrain_words(folder, arguments.max_steps)), os.environ)
-    metrics = pretrain(run)
-    predict(*parse_predict(_print_command("predict_generation.py", _predict_words(folder))))
-    _summary(folder, metrics)
+    tokenizer(parse_tokenizer(command("train_tokenizer.py", TOKENIZER)))
+    preprocess(parse_preprocess(command("preprocess_data.py", PREPROCESS)))
+    metrics = pretrain(parse_pretrain(command("run_pretrain.py", PRETRAIN), os.environ))
+    predict(*parse_predict(command("predict_generation.py", PREDICT, PROMPTS)))
+    _print_summary(folder)
     return metrics
 
 
@@ -68,50 +88,7 @@ def _unwrap(text: str) -> str:
     return re.sub(r"(?<=\S)\n(?=[A-Za-z(`'\"])", " ", text)
 
 
-def _print_command(script: str, words: list[str]) -> list[str]:
-    command = " ".join(f'"{word}"' if " " in word else word for word in words)
-    print(f"\n$ python scripts/{script} {command}", flush=True)
-    return words
-
-
-def _tokenizer_words(folder: Path) -> list[str]:
-    return [
-        *("--input_path", f"{folder}/corpus.jsonl"),
-        *("--output_dir", f"{folder}/tokenizer", "--vocab_size", str(VOCABULARY)),
-    ]
-
-
-def _preprocess_words(folder: Path, workers: int) -> list[str]:
-    return [
-        *("--input_path", f"{folder}/corpus.jsonl", "--model_name_or_path", f"{folder}/tokenizer"),
-        *("--output_prefix", f"{folder}/data/python", "--append_eos", "--workers", str(workers)),
-    ]
-
-
-def _pretrain_words(folder: Path, steps: int) -> list[str]:
-    tenth = max(1, steps // 10)
-    return [
-        *("--num_hidden_layers", "3", "--hidden_size", "256", "--num_attention_heads", "4"),
-        *("--vocab_size", str(VOCABULARY), "--max_seq_length", "128", "--input_dir", f"{folder}/data"),
-        *("--output_dir", f"{folder}/model", "--overwrite_output_dir", "--split", "90,8,2"),
-        *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
-        *("--max_steps", str(steps), "--learning_rate", "2e-3", "--min_learning_rate", "2e-4"),
-        *("--lr_scheduler_type", "cosine", "--warmup_steps", str(tenth), "--weight_decay", "0.1"),
-        *("--hidden_dropout_prob", "0", "--attention_probs_dropout_prob", "0"),
-        *("--logging_steps", str(tenth), "--eval_steps", str(tenth * 5), "--save_steps", str(steps)),
-        *("--do_train", "--do_eval", "--eval_on_start", "--eval_iters", "4", "--device", "cpu"),
-    ]
-
-
-def _predict_words(folder: Path) -> list[str]:
-    return [
-        *("--model_name_or_path", f"{folder}/model", "--tgt_length", "40", "--device", "cpu"),
-        *("--do_sample", "--top_k", "20", "--temperature", "0.7"),
-        *("--output_file", f"{folder}/continuations.jsonl", "--prompt", *PROMPTS),
-    ]
-
-
-def _summary(folder: Path, metrics: dict[str, float]) -> None:
+def _print_summary(folder: Path) -> None:
     history = json.loads((folder / "model" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     print()
