@@ -50,7 +50,7 @@ def places(tensor: int, pipeline: int) -> list[Place]:
         dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
         try:
             mesh = Mesh(ParallelDims.of(8, tensor, pipeline))
-            groups = (mesh.tensor_group, mesh.data_group, mesh.pipeline_group, mesh.replica_group, mesh.tied_group)
+            groups = (mesh.tensor_group, mesh.data_group, mesh.pipeline_group, mesh.model_group, mesh.tied_group)
             ranks = [group and dist.get_process_group_ranks(group) for group in groups]
             found.append(Place(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, *ranks))
         finally:

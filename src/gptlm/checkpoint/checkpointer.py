@@ -29,6 +29,7 @@ from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.training.pipeline_step import LayoutTrainer
+from gptlm.upstream.torch import set_last_lr
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class SavingTrainer(LayoutTrainer):
         scheduler.last_epoch = steps
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](steps)
-        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        set_last_lr(scheduler, [group["lr"] for group in optimizer.param_groups])
         if facts["loss_scale"] and self.loss_scale is not None:
             self.loss_scale.load_state_dict(facts["loss_scale"])
 

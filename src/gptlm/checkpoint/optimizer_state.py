@@ -19,6 +19,7 @@ from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, local_shard
 from gptlm.training.precision.master_adamw import MasterWeightAdamW
+from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory while it writes
@@ -136,7 +137,7 @@ def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 
     stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
     if stepped:
-        _link(optimizer)
+        link_optimizer_state(optimizer)
     half = trained(model)[0][1].dtype != torch.float32
     for name, parameter in trained(model):
         if half:
@@ -151,10 +152,10 @@ def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps:
 
     inner = optimizer.optimizer
     if steps:
-        for part in _partitions(optimizer):
+        for part in flat_partitions(optimizer):
             step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
             inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in MOMENTS}}
-        _link(optimizer)
+        link_optimizer_state(optimizer)
     for name, parameter in trained(model):
         weight = stored.weight(name)
         safe_set_full_fp32_param(parameter, weight)
@@ -162,17 +163,3 @@ def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps:
             safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
         with gathered_parameters([parameter], write=True):
             parameter.data.copy_(weight)
-
-
-def _partitions(optimizer: Any) -> list[Tensor]:
-    """This rank's flat pieces of the float32 parameters, which AdamW works on."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        return list(optimizer.fp32_partitioned_groups_flat)
-    return [part for group in optimizer.optimizer.param_groups for part in group["params"]]
-
-
-def _link(optimizer: Any) -> None:
-    """DeepSpeed links parameters to their state after the first group has been stepped; link all of them."""
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()

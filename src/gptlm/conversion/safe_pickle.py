@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gptlm.errors import GptlmError, reason_of
+from gptlm.upstream.torch import tensor_builders
 
 STAND_INS = ("megatron", "deepspeed", "fp16", "apex")  # packages whose objects are kept as stand-ins
 
@@ -97,9 +98,7 @@ INERT: dict[tuple[str, str], Any] = {  # seen among arguments and buffers; kept 
 }
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 TORCH: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor"): torch._utils._rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    **{("torch._utils", name): function for name, function in tensor_builders().items()},
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,

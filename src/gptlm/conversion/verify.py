@@ -12,6 +12,7 @@ from gptlm.conversion.gpt2_names import LAST, PARTS, WPE, WTE
 from gptlm.conversion.source import Source
 from gptlm.errors import GptlmError
 from gptlm.model.build import new_config
+from gptlm.upstream.transformers import use_eager_attention
 
 LIMIT = 1e-3
 LENGTH = 32
@@ -50,7 +51,7 @@ def stock_block(source: Source) -> nn.Module:
     """A layer of transformers' GPT-2 without weights."""
     config = new_config(source.shape, 0.0, 0.0, None)
     config.activation_function, config.layer_norm_epsilon = source.activation, source.epsilon
-    config._attn_implementation = "eager"
+    use_eager_attention(config)
     with torch.device("meta"):
         return GPT2Block(config, layer_idx=0).eval()
 

@@ -9,6 +9,7 @@ import torch
 
 from gptlm.kernels.fused_gelu import load_cublaslt
 from gptlm.kernels.linear_cross_entropy import chunk_loss
+from gptlm.upstream.torch import triton_obstacle
 
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks cost less and fill the GPU better
 
@@ -44,8 +45,7 @@ def compile_obstacle(device: str) -> str | None:
     """What this machine lacks for compiling, or None."""
     if device == "cpu":
         return None if os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++"))) else "no C++ compiler"
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        return "Triton is not installed, or does not know this GPU"
+    obstacle = triton_obstacle()
+    if obstacle:
+        return obstacle
     return None if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))) else "no C compiler"

@@ -23,8 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, GPT2Config, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -33,6 +31,7 @@ from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
 from gptlm.kernels.linear_cross_entropy import summed_loss
 from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.model.files import CONV1D_WEIGHTS
+from gptlm.upstream.transformers import detach_from_model_config, transpose_on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +347,7 @@ def saved_generation(config: GenerationConfig) -> GenerationConfig:
     must not lose its model over that.
     """
     kept = copy.deepcopy(config)
-    kept._from_model_config = None  # else transformers ignores later changes of the file by the user
+    detach_from_model_config(kept)
     ids = {name: getattr(kept, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if ids["pad_token_id"] is None:
         ends = ids["eos_token_id"]
@@ -366,8 +365,4 @@ def saved_generation(config: GenerationConfig) -> GenerationConfig:
         return GenerationConfig(**{name: None if value == -1 else value for name, value in ids.items()})
 
 
-register_checkpoint_conversion_mapping(
-    "GPTLMHeadModel",
-    [WeightConverter(name, name, operations=[Transpose(0, 1)]) for name in CONV1D_WEIGHTS],
-    overwrite=True,
-)
+transpose_on_disk("GPTLMHeadModel", CONV1D_WEIGHTS)

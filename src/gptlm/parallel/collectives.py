@@ -1,4 +1,4 @@
-"""What tensor-parallel processes tell each other, each with its backward.
+"""Collectives of tensor parallelism, each with its backward.
 
 Megatron-LM's conjugate pairs (arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2).
 Sequences lie in dimension 1: (B, T, D).
@@ -8,15 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # can be compiled; slow where nothing is
 import torch.nn.functional as F
 from torch import Tensor
 
-SEQUENCE = 1
+from gptlm.upstream.torch import (
+    all_gather_into,
+    group_of_name,
+    reduce_scatter_into,
+    traced_all_gather,
+    traced_all_reduce,
+    traced_reduce_scatter,
+    traces_collectives,
+)
 
-# torch 2.13 has new names for the two
-_all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_reduce_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+SEQUENCE = 1
 
 
 class _Copy(torch.autograd.Function):
@@ -27,13 +32,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return _sum(gradient, ctx.group), None
+        return all_reduce(gradient, "sum", ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        return _sum(x, group)
+        return all_reduce(x, "sum", group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
@@ -44,35 +49,34 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
-        return _joined(x, group)
+        return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return _sum_and_part(gradient, ctx.group), None
+        return _reduce_scatter(gradient, ctx.group), None
 
 
-class _SumAndScatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
-        return _sum_and_part(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return _joined(gradient, ctx.group), None
+        return _all_gather(gradient, ctx.group), None
 
 
-@torch.library.custom_op("gptlm::gathered_product", mutates_args=())
-def _gathered_product(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
-    """The gradient of a weight, (BT, out) and (B, T / n, in) -> (out, in), of a Linear of joined parts.
+@torch.library.custom_op("gptlm::gathered_weight_gradient", mutates_args=())
+def _gathered_weight_gradient(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
+    """The weight's gradient of a Linear on a gathered sequence: (BT, out) and (B, T / n, in) -> (out, in).
 
-    One operation to the compiler, which would take a second gathering of `x` for the first one's, and keep that.
+    One custom operator, because the compiler would merge this all-gather with that of forward and keep its result.
     """
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    return rows.t() @ _joined(x, group).flatten(0, 1)
+    return rows.t() @ _all_gather(x, group_of_name(group_name)).flatten(0, 1)
 
 
-@_gathered_product.register_fake
+@_gathered_weight_gradient.register_fake
 def _(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
     return rows.new_empty(rows.shape[1], x.shape[2])
 
@@ -82,81 +86,77 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return F.linear(_joined(x, group), weight, bias)
+        return F.linear(_all_gather(x, group), weight, bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, 1)
-        of_weight = _gathered_product(rows, x, ctx.group.group_name)
-        return _sum_and_part(gradient @ weight, ctx.group), of_weight, rows.sum(0), None
+        of_weight = _gathered_weight_gradient(rows, x, ctx.group.group_name)
+        return _reduce_scatter(gradient @ weight, ctx.group), of_weight, rows.sum(0), None
 
 
-def copy(x: Tensor, group: Any) -> Tensor:
-    """`x` for work that is split over `group`; backward: the sum of the gradients."""
+def copy_to_group(x: Tensor, group: Any) -> Tensor:
+    """`x` as the input of work that is split over `group`; backward: all-reduce."""
     return _Copy.apply(x, group)
 
 
-def summed(x: Tensor, group: Any) -> Tensor:
-    """The sum of `x` over `group`; backward: the gradient as it is."""
-    return _Sum.apply(x, group)
+def reduce_from_group(x: Tensor, group: Any) -> Tensor:
+    """All-reduce of `x`; backward: the identity."""
+    return _Reduce.apply(x, group)
 
 
-def gathered(x: Tensor, group: Any) -> Tensor:
-    """Parts of a sequence (B, T / n, D) joined to (B, T, D) for split work; backward: a part of the summed gradient."""
+def gather_sequence(x: Tensor, group: Any) -> Tensor:
+    """All-gather of a sequence, (B, T / n, D) -> (B, T, D); backward: reduce-scatter."""
     return _Gather.apply(x, group)
 
 
-def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
-    """`F.linear` of the joined parts of a sequence, (B, T / n, in) -> (B, T, out / n).
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+    """`F.linear` of a gathered sequence, (B, T / n, in) -> (B, T, out / n).
 
-    The parts are kept for the backward pass and joined again there: a share of the memory for one more exchange.
+    Backward gathers the sequence again, so only 1 / n of it is kept (arXiv 2205.05198, section 4.2.2).
     """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        half = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(half), weight.to(half), bias.to(half)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # custom autograd functions are not autocast
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     return _GatheredLinear.apply(x, weight, bias, group)
 
 
-def summed_and_scattered(x: Tensor, group: Any) -> Tensor:
-    """This process's part of the sequence, (B, T / n, D), of the sum over `group` of (B, T, D); backward: joined."""
-    return _SumAndScatter.apply(x, group)
+def reduce_scatter_sequence(x: Tensor, group: Any) -> Tensor:
+    """Reduce-scatter of a sequence, (B, T, D) -> (B, T / n, D); backward: all-gather."""
+    return _ReduceScatter.apply(x, group)
 
 
-def part(x: Tensor, group: Any, dim: int) -> Tensor:
+def local_part(x: Tensor, group: Any, dim: int) -> Tensor:
     """This process's of n equal parts of `x` along `dim`."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def combined(x: Tensor, operation: str, group: Any) -> Tensor:
+def all_reduce(x: Tensor, operation: str, group: Any) -> Tensor:
     """The "sum" or "max" over `group`, without a backward."""
-    if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
+    if traces_collectives():
+        return traced_all_reduce(x.contiguous(), operation, group)
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=group)
     return x
 
 
-def _sum(x: Tensor, group: Any) -> Tensor:
-    return combined(x, "sum", group)
-
-
-def _joined(x: Tensor, group: Any) -> Tensor:
+def _all_gather(x: Tensor, group: Any) -> Tensor:
     """(B, T / n, D) -> (B, T, D)."""
-    if torch.compiler.is_compiling():
-        parts = _all_gather(x.contiguous(), 0, group)
+    if traces_collectives():
+        parts = traced_all_gather(x.contiguous(), group)
     else:
         parts = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+        all_gather_into(parts, x.contiguous(), group)
     return parts.unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1, 2)
 
 
-def _sum_and_part(x: Tensor, group: Any) -> Tensor:
+def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
     """(B, T, D) -> (B, T / n, D)."""
     parts = x.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    if torch.compiler.is_compiling():
-        return _reduce_scatter(parts, "sum", 0, group)
+    if traces_collectives():
+        return traced_reduce_scatter(parts, group)
     own = parts.new_empty(x.shape[0], *parts.shape[1:])
-    dist.reduce_scatter_tensor(own, parts, group=group)
+    reduce_scatter_into(own, parts, group)
     return own

@@ -1,44 +1,42 @@
-"""What DeepSpeed needs around our code: a quiet start, a model that never lies whole on a rank, groups of replicas."""
+"""DeepSpeed around our code: set-up, models of ZeRO stage 3, and our loss scale in its optimizers."""
 
+import logging
+import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptlm.quiet import quiet_deepspeed
-from gptlm.ranks import become_single_process, is_launched
+from gptlm.upstream.deepspeed import compile_stage3_linear, disable_shm_collectives, use_loss_scaler, wrap_step
 
 
 def setup_deepspeed(*, on_cpu: bool) -> None:
-    """Import DeepSpeed without its chatter; a process that no launcher started becomes a group of one."""
-    if not is_launched():
-        become_single_process()
-    import deepspeed.ops
-    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+    """Import DeepSpeed without its log lines; a process that no launcher started becomes a group of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.update(alone | {"MASTER_PORT": str(free.getsockname()[1])})
+    import deepspeed  # noqa: F401 - its import sets up the logger
 
-    quiet_deepspeed()
-    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
-    if on_cpu:  # compiling it takes most of a minute, and gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What stage 3 multiplies with. DeepSpeed's adds the bias in place, of which torch 2.11 compiles no gradient."""
-    return torch._C._nn.linear(x, weight, bias)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    compile_stage3_linear()
+    if on_cpu:
+        disable_shm_collectives()
 
 
 def build_zero3_model(
     empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module], None], config: dict[str, Any]
 ) -> Any:
-    """A model for ZeRO stage 3, of which a rank never holds more than its share and one module.
+    """A model for ZeRO stage 3. A rank never holds more than its shard and one whole module.
 
     Args:
-        empty: makes the model, its weights undefined.
-        fill: (model, name, module) gives the own weights of one module their values; called on rank 0 only, once for
-            each module with weights that no earlier one has.
+        empty: makes the model with undefined weights.
+        fill: (model, name, module) initializes the weights of one module. It is called on rank 0 only, once for each
+            module that has weights of its own; a tied weight belongs to the first module that has it.
     """
     import deepspeed
 
@@ -58,7 +56,7 @@ def build_zero3_model(
 
 @contextmanager
 def gathered_parameters(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Inside, `parameters` have their full values on every rank; with `write`, rank 0's changes reach all."""
+    """Inside, `parameters` have their full values on every rank; with `write`, rank 0's changes are broadcast."""
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     if not sharded:
         yield
@@ -70,14 +68,15 @@ def gathered_parameters(parameters: list[nn.Parameter], *, write: bool = False) 
 
 
 class ZeroLossScale:
-    """Our loss scale in the form DeepSpeed's ZeRO optimizers ask for.
+    """Our loss scale with the interface of DeepSpeed's loss scalers.
 
-    They find an overflow in the global gradient norm, so all ranks agree on it. What it mends: under float16 autocast
-    DeepSpeed has a `torch.amp.GradScaler` in each rank, which looks at that rank's share alone and drifts from the
-    others; and it changes the scale before it unscales the gradients, which halves those of a step that doubles it.
+    ZeRO finds an overflow in the global gradient norm, so all ranks agree on it. Under float16 autocast, DeepSpeed's
+    own way has two faults that this replaces. Each rank has a `torch.amp.GradScaler` that looks at the rank's own
+    shard, so the scales diverge. And the scale changes before the gradients are unscaled, which halves the gradients
+    of a step that doubles it.
 
     Args:
-        scale: a `training.loss_scale.LossScale`.
+        scale: a `training.precision.loss_scale.LossScale`.
     """
 
     dynamic = True
@@ -89,30 +88,25 @@ class ZeroLossScale:
     def cur_scale(self) -> float:
         return self.scale.value
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         return self.scale.scale(loss)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing yet: the step still unscales its gradients."""
+        """Nothing: DeepSpeed calls this before it unscales the gradients of the step. `attach` updates after it."""
 
     def attach(self, zero_optimizer: Any) -> None:
-        """Let `zero_optimizer` scale its losses with it."""
-        zero_optimizer.loss_scaler = self
-        zero_optimizer.dynamic_loss_scale = True
-        zero_optimizer.torch_autocast_gradscaler = None
-        step = zero_optimizer.step
+        """Let `zero_optimizer` scale its losses with it.
 
-        def counted_step(*arguments: Any, **more: Any) -> Any:
-            result = step(*arguments, **more)
-            self.scale.count(bool(zero_optimizer.overflow))
-            return result
-
-        zero_optimizer.step = counted_step
+        Raises:
+            GptlmError: if this version of DeepSpeed cannot.
+        """
+        use_loss_scaler(zero_optimizer, self)
+        wrap_step(zero_optimizer, after=lambda: self.scale.count(bool(zero_optimizer.overflow)))
 
 
-def to_cpu_float32(tensor: torch.Tensor) -> torch.Tensor:
+def to_cpu_float32(tensor: Tensor) -> Tensor:
     """A float32 copy in host memory."""
     return tensor.detach().float().cpu().contiguous()

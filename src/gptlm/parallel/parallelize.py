@@ -23,6 +23,7 @@ from gptlm.parallel.tensor import (
     VocabularyLoss,
     own_random_numbers,
 )
+from gptlm.upstream.torch import check_tensor_parallel
 
 Fill = Callable[[Any, str, nn.Module], None]  # (model, name, module): gives the own weights of one module their values
 
@@ -49,6 +50,8 @@ def parallelize(
         sequence: split activations along the sequence inside the tensor-parallel group.
         device: where attention's dropout is drawn; None: the CPU.
     """
+    if mesh.dims.tensor > 1:
+        check_tensor_parallel(sequence=sequence)
     layers = own_layers(mesh, model.config.n_layer, chunks)
     filled: set[nn.Parameter] = set()
     for name, module in list(model.named_modules()):

@@ -1,7 +1,8 @@
-"""One optimizer step, or one evaluation batch, through the stages of a pipeline.
+"""Forward and backward of an optimizer step, or of an evaluation batch, through the stages of a pipeline.
 
-torch.distributed.pipelining moves activations; here the model is cut into stages, the schedule chosen, and the
-losses of the micro-batches brought together. Stage s of a process lies `pipeline` stages after its previous one.
+torch.distributed.pipelining sends activations and runs the schedule. This module cuts the model into stages, chooses
+the schedule and sums the losses of the micro-batches. With several chunks, process p has the stages p, p + P, p + 2P,
+... of P processes (interleaved schedule, arXiv 2104.04473, section 2.2).
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
 
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import stage_layers
+from gptlm.upstream.torch import keep_random_state
 
 
 class Stage(nn.Module):
@@ -39,29 +41,20 @@ class Stage(nn.Module):
         with self.context():
             if self.embeddings is not None:
                 tokens, positions, dropout = self.embeddings
-                places = torch.arange(x.shape[1], device=x.device)[None]
-                x = dropout(tokens(x) + positions(places))
+                x = dropout(tokens(x) + positions(torch.arange(x.shape[1], device=x.device)[None]))
             for layer in self.layers:
                 x = layer(x, None, None, None)
             return x if self.norm is None else self.norm(x)
 
 
-class _MovingStage(PipelineStage):
-    """A stage whose random numbers are all for training: before torch 2.13 the run that learns its shapes took some."""
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-
 class Pipeline:
-    """This process's stages and the schedule that drives them.
+    """This process's stages and their schedule.
 
     Args:
-        model: what `parallelize` made.
+        model: the result of `parallelize`.
         chunks: stages per process.
-        micro_batches: that a step's batch is cut into.
-        context: what stages and loss are computed in, for autocast.
+        micro_batches: number of parts of a step's batch.
+        context: in which stages and loss are computed, such as autocast.
     """
 
     def __init__(
@@ -81,10 +74,10 @@ class Pipeline:
         self._evaluations: dict[tuple[int, ...], Any] = {}
 
     def step(self, ids: Tensor, targets: Tensor, factor: Tensor | float) -> Tensor:
-        """Forward and backward of a batch (B, T): gradients are added up.
+        """Forward and backward of a batch (B, T); gradients accumulate in `.grad`.
 
         Args:
-            factor: the summed loss is multiplied with it before backward.
+            factor: multiplies the summed loss before backward.
 
         Returns:
             the summed loss times `factor`, a float32 scalar, on every stage.
@@ -102,7 +95,7 @@ class Pipeline:
         return self._run(self._evaluations[tuple(ids.shape)].eval, ids, targets)
 
     def all_reduce_tied_gradients(self, gradient: Callable[[nn.Parameter], Tensor]) -> None:
-        """The embedding's gradient is that of its use on the first stage and of its use on the last.
+        """Sum the embedding's gradients of the first stage (input) and the last one (output layer).
 
         Args:
             gradient: a weight -> its gradient.
@@ -116,8 +109,8 @@ class Pipeline:
 
     def _run(self, run: Callable[..., Any], ids: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        more: dict[str, Any] = {"target": targets, "losses": losses} if self.mesh.is_last_stage else {}
-        run(*((ids,) if self.mesh.is_first_stage else ()), **more)
+        kwargs: dict[str, Any] = {"target": targets, "losses": losses} if self.mesh.is_last_stage else {}
+        run(*((ids,) if self.mesh.is_first_stage else ()), **kwargs)
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for loss in losses:
             total += loss.detach().float()
@@ -132,14 +125,15 @@ class Pipeline:
         dims = self.mesh.dims
         count = dims.pipeline * self.chunks
         layers = self.model.config.n_layer
-        found: list[PipelineStage] = []
+        stages: list[PipelineStage] = []
         for number in range(self.mesh.pipeline_rank, count, dims.pipeline):
             first, last = number == 0, number == count - 1
-            module = Stage(
-                self.model, stage_layers(number, count, layers), first=first, last=last, context=self.context
-            )
-            found.append(_MovingStage(module, number, count, self.device, group=self.mesh.pipeline_group))
-        return found
+            own = stage_layers(number, count, layers)
+            module = Stage(self.model, own, first=first, last=last, context=self.context)
+            stage = PipelineStage(module, number, count, self.device, group=self.mesh.pipeline_group)
+            keep_random_state(stage)
+            stages.append(stage)
+        return stages
 
     def _schedule(self, micro_batches: int, *, training: bool) -> Any:
         stages = self._stages()
@@ -147,5 +141,5 @@ class Pipeline:
         if self.chunks > 1:
             kind: Any = ScheduleInterleaved1F1B if training else ScheduleLoopedBFS
             return kind(stages, micro_batches, **settings)
-        enough = micro_batches >= self.mesh.dims.pipeline  # fewer cannot alternate forward and backward
+        enough = micro_batches >= self.mesh.dims.pipeline  # 1F1B needs one micro-batch per stage
         return (Schedule1F1B if enough and training else ScheduleGPipe)(stages[0], micro_batches, **settings)

@@ -1,7 +1,7 @@
-"""The network's modules with their weights split over tensor-parallel processes.
+"""The network's modules with weights that are split over tensor-parallel processes.
 
-With `sequence`, activations between them are split along the sequence, too (B, T / n, D); layer norms, dropouts and
-residual sums then work on a part of the sequence, and the gradients of their weights are summed over the processes.
+With `sequence`, activations between them are split along the sequence as well, (B, T / n, D). Layer norms, dropouts
+and residual sums then see a part of the sequence, and the gradients of their weights are all-reduced.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlm.parallel.collectives import combined, copy, gathered, gathered_linear, part, summed, summed_and_scattered
+from gptlm.parallel.collectives import (
+    all_reduce,
+    copy_to_group,
+    gather_linear,
+    gather_sequence,
+    local_part,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
 
 
 class ColumnLinear(nn.Module):
@@ -29,15 +37,15 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence:
-            return gathered_linear(x, self.weight, self.bias, self.group)
-        return F.linear(copy(x, self.group), self.weight, self.bias)
+            return gather_linear(x, self.weight, self.bias, self.group)
+        return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
     """A Linear whose inputs are split: (B, T, in / n) -> (B, T, out) or, with `sequence`, (B, T / n, out).
 
     Args:
-        weight: (out, in / n); `bias`: (out,), whole everywhere, added once the parts are summed.
+        weight: (out, in / n); `bias`: (out,), the same everywhere, added after the reduction.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, group: Any, sequence: bool):
@@ -48,12 +56,12 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.weight)
         if self.sequence:
-            return summed_and_scattered(x, self.group) + copy(self.bias, self.group).to(x.dtype)
-        return summed(x, self.group) + self.bias.to(x.dtype)
+            return reduce_scatter_sequence(x, self.group) + copy_to_group(self.bias, self.group).to(x.dtype)
+        return reduce_from_group(x, self.group) + self.bias.to(x.dtype)
 
 
 class SequenceLayerNorm(nn.LayerNorm):
-    """A layer norm of a part of the sequence."""
+    """Layer norm of a part of the sequence."""
 
     def __init__(self, weight: Tensor, bias: Tensor, eps: float, group: Any):
         super().__init__(weight.shape[0], eps=eps)
@@ -61,7 +69,7 @@ class SequenceLayerNorm(nn.LayerNorm):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = copy(self.weight, self.group), copy(self.bias, self.group)
+        weight, bias = copy_to_group(self.weight, self.group), copy_to_group(self.bias, self.group)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -69,7 +77,7 @@ class VocabularyEmbedding(nn.Module):
     """Token embedding split by ids: (B, T) ids -> (B, T, D) or, with `sequence`, (B, T / n, D).
 
     Args:
-        weight: (V / n, D), the rows of this process's ids, from `first` on.
+        weight: (V / n, D), the rows of this process's ids, which begin at `first`.
     """
 
     def __init__(self, weight: Tensor, group: Any, sequence: bool, first: int):
@@ -82,7 +90,7 @@ class VocabularyEmbedding(nn.Module):
         elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
         x = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         x = x.masked_fill(elsewhere[..., None], 0.0)
-        return summed_and_scattered(x, self.group) if self.sequence else summed(x, self.group)
+        return reduce_scatter_sequence(x, self.group) if self.sequence else reduce_from_group(x, self.group)
 
 
 class SequencePositions(nn.Module):
@@ -94,14 +102,14 @@ class SequencePositions(nn.Module):
         self.group = group
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(part(positions, self.group, 1), copy(self.weight, self.group))
+        return F.embedding(local_part(positions, self.group, 1), copy_to_group(self.weight, self.group))
 
 
 class VocabularyLoss:
-    """The summed cross-entropy of an output layer whose rows are split, in place of `GPTLMHeadModel.output_loss`.
+    """The summed cross-entropy of a vocabulary-parallel output layer, in place of `GPTLMHeadModel.output_loss`.
 
     Args:
-        loss: `model.loss.linear_cross_entropy`.
+        loss: `kernels.linear_cross_entropy.linear_cross_entropy`.
         first: the first token id of this process.
     """
 
@@ -109,33 +117,33 @@ class VocabularyLoss:
         self.loss, self.group, self.sequence, self.first = loss, group, sequence, first
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
-        """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process; `how` is handed on."""
-        hidden = gathered(hidden, self.group) if self.sequence else copy(hidden, self.group)
+        """(B, T, D) or (B, T / n, D), (V / n, D), (B, T) -> scalar, the same on every process; `how`: for `loss`."""
+        hidden = gather_sequence(hidden, self.group) if self.sequence else copy_to_group(hidden, self.group)
         how |= {"first_id": self.first, "reduce": self._reduce}
         return self.loss(hidden.flatten(0, 1), weight, targets.flatten(), **how)
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
-        return combined(values, operation, self.group)
+        return all_reduce(values, operation, self.group)
 
 
 @contextmanager
 def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, each process of a tensor-parallel group draws other random numbers; outside, all the same.
+    """Inside, each process of a tensor-parallel group draws different random numbers; outside, all draw the same.
 
-    They follow from the outer generator, so recomputing a block, which restores that one, draws the same.
+    The state follows from the outer generator, so recomputing a block, which restores that one, repeats the numbers.
 
     Args:
         rank: in the group.
-        device: where numbers are drawn.
+        device: whose generator is used.
     """
-    if device.type == "cuda":  # Philox: at the same place of another sequence, without a copy of the generator
+    if device.type == "cuda":  # Philox: another seed at the same offset, without a copy of the generator's state
         generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
         seed = generator.initial_seed()
-        _sequence(generator, (seed + (rank + 1) * 2**32) % 2**63)
+        _reseed(generator, (seed + (rank + 1) * 2**32) % 2**63)
         try:
             yield
         finally:
-            _sequence(generator, seed)
+            _reseed(generator, seed)
         return
     inner = int(torch.randint(2**62, (1,)).item()) + rank + 1
     with torch.random.fork_rng(devices=[]):
@@ -143,8 +151,8 @@ def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _sequence(generator: torch.Generator, seed: int) -> None:
-    """Let `generator` go on at its place of the sequence of `seed`."""
-    place = generator.get_offset()
+def _reseed(generator: torch.Generator, seed: int) -> None:
+    """Set the seed and keep the offset, which `manual_seed` resets."""
+    offset = generator.get_offset()
     generator.manual_seed(seed)
-    generator.set_offset(place)
+    generator.set_offset(offset)

@@ -16,6 +16,8 @@ from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
 from gptlm.ranks import local_world_size
 from gptlm.recipes.common.deepspeed import shard_groups
 from gptlm.recipes.common.device import Machine
+from gptlm.upstream.deepspeed import has_flat_grad_sync
+from gptlm.upstream.torch import has_nvlink
 
 logger = logging.getLogger(__name__)
 
@@ -111,29 +113,16 @@ def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bo
     in_float32 = run.training.amp_master_grad
     if zero and ("stage3" in sharding or "offload" in sharding or (in_float32 and dims.pipeline == 1)):
         return False
+    if zero and not has_flat_grad_sync(needed=in_float32):
+        return False
     if dims.data == 1 or in_float32 and dims.pipeline > 1:  # DeepSpeed cannot add a pipeline's up in float32
         return True
     if local_world_size() != dims.world or (zero and parameters > AT_ONCE):
         return False
-    if machine.device != "cpu" and not _linked(dims.world):
+    if machine.device != "cpu" and not has_nvlink(dims.world):
         return False
     logger.info("gradients are exchanged in one go after the passes")
     return True
-
-
-def _linked(cards: int) -> bool:
-    """Whether NVLink joins each two of the first `cards` GPUs; False where that cannot be seen."""
-    if torch.cuda.device_count() < cards:
-        return False
-    try:
-        from torch._C import _distributed_c10d
-        from torch._C._autograd import DeviceType
-
-        detect: Any = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
-        links = detect(DeviceType.CUDA, "nvlink").matrix
-    except (AttributeError, ImportError, RuntimeError):
-        return False
-    return all(links[one][other] for one in range(cards) for other in range(cards) if one != other)
 
 
 def recorded(run: Run, device: str, *, compiled: bool, alone: bool, obstacle: str | None = None) -> bool:

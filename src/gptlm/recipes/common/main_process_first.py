@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gptlm.errors import GptlmError, named
 from gptlm.ranks import local_rank, world_size
+from gptlm.upstream.torch import default_store
 
 TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
 LIBRARIES = re.compile("gloo|nccl|c10d|store", re.IGNORECASE)  # which say so in a plain RuntimeError, too
@@ -54,7 +55,7 @@ def one_first(what: str, seconds: int, *, per_node: bool) -> Iterator[None]:
         return
     rank = dist.get_rank()
     first = rank - local_rank() if per_node else 0
-    store = dist.PrefixStore(what, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(what, default_store())
     done = f"{first} is done {store.add(f'calls of {rank}', 1)}"  # every rank calls equally often
     if rank != first:
         _wait(store, done, what, first, seconds)

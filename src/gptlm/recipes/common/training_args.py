@@ -17,6 +17,7 @@ from gptlm.errors import GptlmError
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import Machine
 from gptlm.recipes.common.main_process_first import join_by_cpu
+from gptlm.upstream.transformers import use_one_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
         log_level_replica="error",
     )
     arguments.device  # noqa: B018 - starts the process group and counts the GPUs
-    arguments._n_gpu = min(arguments._n_gpu, 1)  # more would mean nn.DataParallel, which is slow and changes batches
+    use_one_gpu(arguments)
     return arguments
 
 

@@ -1,0 +1,196 @@
+"""Private names and replaced methods of DeepSpeed. Tried with 0.19.8; DeepSpeed is imported where it is used only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from gptlm.errors import GptlmError
+from gptlm.upstream import torch as upstream_torch
+from gptlm.upstream.check import Needed, available, problem, require
+
+_ZERO_2 = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
+_ZERO_3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+_SCALER = ("loss_scaler", "dynamic_loss_scale", "torch_autocast_gradscaler", "cur_scale", "update_scale", "overflow")
+
+MPU = (
+    Needed("deepspeed", "initialize", ("mpu",)),
+    Needed("deepspeed.runtime.engine", "DeepSpeedEngine.__init__", ("mpu",), uses=("mpu",)),
+    # by these the norm counts a weight that several processes hold once
+    Needed("deepspeed.runtime.utils", "is_model_parallel_parameter", uses=("model_parallel", "tensor_model_parallel")),
+    Needed(*_ZERO_2, uses=("is_model_parallel_parameter", "model_parallel_group", "dp_process_group")),
+    Needed(*_ZERO_3, uses=("is_model_parallel_parameter", "model_parallel_group", "dp_process_group")),
+)
+LOSS_SCALE = (
+    Needed(*_ZERO_2, uses=_SCALER),
+    Needed(*_ZERO_3, uses=_SCALER),
+    Needed("deepspeed.runtime.base_optimizer", "ZeROOptimizer", uses=("scale_loss",)),
+)
+STEP = (Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer.step"), Needed(*_ZERO_2, uses=("averaged_gradients",)))
+FLAT_GRAD_SYNC = (
+    *STEP,
+    Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer.scaled_global_norm", ("norm_type",)),
+    Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer.step", uses=("scaled_global_norm",)),
+    Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer._model_parallel_all_reduce", ("tensor", "op")),
+    Needed(*_ZERO_2, uses=("_grad_acc_hooks", "bit16_groups", "bit16_groups_flat", "real_dp_process_group")),
+    Needed("deepspeed.utils.tensor_fragment", "tensor_fragment", ("lp_fragment",)),
+)
+STATE = (
+    Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state"),
+    Needed(*_ZERO_2, uses=("_hp_optimizer_states_linked",)),
+    Needed(*_ZERO_3, uses=("fp32_partitioned_groups_flat",)),
+)
+LINEAR = (Needed("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3.forward", ("input", "weight", "bias")),)
+ALL = (*MPU, *LOSS_SCALE, *FLAT_GRAD_SYNC, *STATE, *LINEAR)
+
+
+def check(needed: tuple[Needed, ...] = ALL) -> str | None:
+    """One line about the first of the private names that this DeepSpeed lacks; None where it has all of them."""
+    return problem("deepspeed", needed)
+
+
+# Start ----------------------------------------------------------------------------------------------------------------
+
+
+def compile_stage3_linear() -> None:
+    """Let stage 3 multiply with torch's own operator: DeepSpeed's adds the bias in place, and torch 2.11 compiles no
+    gradient of that."""
+    otherwise = "ZeRO stage 3 multiplies with DeepSpeed's own operator, which torch.compile may refuse"
+    if available("deepspeed", LINEAR, otherwise) and available("torch", upstream_torch.LINEAR, otherwise):
+        from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+        LinearFunctionForZeroStage3.forward = staticmethod(upstream_torch.linear)
+
+
+def disable_shm_collectives() -> None:
+    """Compiling DeepSpeed's shared-memory collectives for CPUs takes most of a minute; gloo does the same."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def initialized_with(mpu: Any) -> Iterator[None]:
+    """Inside, `deepspeed.initialize`, which accelerate calls without one, is given `mpu`.
+
+    Raises:
+        GptlmError: if this DeepSpeed cannot use it, or the engine has another one in the end: gradients would be
+            averaged, and their norm taken, over the wrong processes.
+    """
+    import deepspeed
+
+    require("deepspeed", MPU, "process groups of its own (tensor, pipeline or sharding degrees)")
+    original, engines = deepspeed.initialize, list[Any]()
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs, mpu=mpu)
+        engines.append(made[0])
+        return made
+
+    deepspeed.initialize = initialize
+    try:
+        yield
+    finally:
+        deepspeed.initialize = original
+    if not engines or engines[0].mpu is not mpu:
+        raise GptlmError(
+            f"DeepSpeed {deepspeed.__version__} was not set up with gptlm's process groups, so gradients would be "
+            "averaged over the wrong processes; install the versions that pyproject.toml allows"
+        )
+
+
+# ZeRO optimizers ------------------------------------------------------------------------------------------------------
+
+
+def wrap_step(optimizer: Any, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
+    """Call `before` and `after` at each `optimizer.step`, which DeepSpeed's engine calls."""
+    step = optimizer.step
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            before()
+        result = step(*args, **kwargs)
+        if after:
+            after()
+        return result
+
+    optimizer.step = wrapped
+
+
+def use_loss_scaler(optimizer: Any, scaler: Any) -> None:
+    """Let a ZeRO `optimizer` of any stage scale its losses with `scaler`, also under autocast.
+
+    Raises:
+        GptlmError: if this DeepSpeed would keep a loss scale of its own beside it.
+    """
+    require("deepspeed", LOSS_SCALE, "float16 (--fp16)")
+    optimizer.loss_scaler = scaler
+    optimizer.dynamic_loss_scale = True
+    optimizer.torch_autocast_gradscaler = None
+
+
+def check_replicated_shards() -> None:
+    """Raises GptlmError if this DeepSpeed cannot average over the replicas of groups that shard."""
+    require("deepspeed", STEP, "--sharding_parallel_degree below the number of processes")
+
+
+def has_flat_grad_sync(*, needed: bool = False) -> bool:
+    """Whether gradients can be reduced after backward; else one log line says that DeepSpeed's hooks do it.
+
+    Raises:
+        GptlmError: if they cannot, and are `needed`: DeepSpeed does not accumulate a pipeline's gradients in float32.
+    """
+    if needed:
+        require("deepspeed", FLAT_GRAD_SYNC, "a pipeline with --amp_master_grad")
+    return available("deepspeed", FLAT_GRAD_SYNC, "DeepSpeed's own hooks reduce gradients during backward")
+
+
+def remove_gradient_hooks(optimizer: Any, weights: list[Any]) -> None:
+    """Stop stage 1 or 2 from reducing gradients during backward, and free `weights` from the graphs that it keeps.
+
+    `lp_fragment` holds the node that accumulates a weight's gradient. That node is bound to a stream, while the
+    capture of a CUDA graph uses its own.
+    """
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    for weight in weights:
+        mapping = getattr(weight, "_hp_mapping", None)
+        if mapping is not None:
+            mapping.lp_fragment = mapping.lp_fragment.detach()
+
+
+def replace_norm(optimizer: Any, norm: Callable[[], Tensor]) -> None:
+    """Let stage 1 or 2 clip with `norm`: of the still scaled gradients; -1 stands for NaN or infinite ones."""
+    optimizer.scaled_global_norm = norm
+
+
+def sum_over_model_parallel(optimizer: Any, total: Tensor) -> None:
+    """All-reduce `total` in place over the processes that share a replica."""
+    from torch.distributed import ReduceOp
+
+    optimizer._model_parallel_all_reduce(tensor=total, op=ReduceOp.SUM)
+
+
+def link_optimizer_state(optimizer: Any) -> None:
+    """Link every parameter to its optimizer state, for `safe_get_full_optimizer_state` and its like.
+
+    Stage 1 and 2 do so once, after the first group has been stepped; a resumed run has states before any step.
+    """
+    if is_stage3(optimizer):
+        return
+    require("deepspeed", STATE, "saving the optimizer state")
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def is_stage3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def flat_partitions(optimizer: Any) -> list[Tensor]:
+    """This rank's flat pieces of the float32 parameters, which AdamW updates."""
+    if is_stage3(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [part for group in optimizer.optimizer.param_groups for part in group["params"]]
