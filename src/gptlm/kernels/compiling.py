@@ -1,4 +1,4 @@
-"""The network compiled by torch: block by block, so that the start is short and all blocks share one piece of code."""
+"""torch.compile for the network, block by block: the start is short, and all blocks share one compiled graph."""
 
 import os
 import shutil
@@ -7,32 +7,31 @@ from typing import Any
 
 import torch
 
-from gptlm.kernels.fused_gelu import load_cublaslt
+from gptlm.kernels import fused_gelu
 from gptlm.kernels.linear_cross_entropy import chunk_loss
 from gptlm.upstream.torch import triton_obstacle
 
-COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory longer chunks cost less and fill the GPU better
+COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory, longer chunks cost less and fill the GPU better
 
 
 def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True, lengths_vary: bool = False) -> None:
-    """Let the blocks of `model`, a GPTLMHeadModel, and its loss be compiled when they are first used; names stay.
+    """Compile the blocks of `model`, a GPTLMHeadModel, and its loss at their first use; parameter names stay.
 
-    Exchanges between tensor-parallel processes are compiled with what they belong to.
+    Collectives of tensor parallelism are compiled as parts of the blocks.
 
     Args:
-        within_hooks: a block's hooks are not compiled, as ZeRO's stage 3 needs it, whose hooks bring its weights.
-        fused: GELU may be computed inside matrix products; each takes the CPU a tenth of a millisecond, which is too
-            much for the small micro-batches of a pipeline.
-        lengths_vary: from batch to batch, so one piece of code is made for all of them.
+        within_hooks: leave a block's hooks uncompiled, such as those of ZeRO stage 3, which gather its weights.
+        fused: allow GELU inside matrix products. Each costs 0.1 ms of CPU time, too much for the small micro-batches
+            of a pipeline.
+        lengths_vary: compile once for all sequence lengths.
     """
     dynamic = True if lengths_vary else None
+    fused = fused and fused_gelu.is_available()
     for block in model.transformer.own_blocks:
-        # torch's own dropout kernel makes four random numbers in the time of one of Triton's; for what a block
-        # computes again, the compiler has to know the numbers' seed
+        # torch's own dropout kernel makes four random numbers in the time of one of Triton's; to recompute dropout, the
+        # compiler has to know its seed
         options: Any = None if block.recompute else {"fallback_random": True}
-        block.mlp.fused = (
-            fused and block.recompute != "full" and load_cublaslt() is not None
-        )  # its results would be kept
+        block.mlp.fused = fused and block.recompute != "full"  # a fused layer keeps its results, so nothing is saved
         if within_hooks:
             block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
         else:
@@ -42,10 +41,8 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
 
 
 def compile_obstacle(device: str) -> str | None:
-    """What this machine lacks for compiling, or None."""
+    """What this machine lacks for torch.compile, or None."""
     if device == "cpu":
         return None if os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++"))) else "no C++ compiler"
-    obstacle = triton_obstacle()
-    if obstacle:
-        return obstacle
-    return None if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))) else "no C compiler"
+    has_c = os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))
+    return triton_obstacle() or (None if has_c else "no C compiler")
