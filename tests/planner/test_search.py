@@ -61,7 +61,7 @@ WORDS = "--model_name_or_path gpt2-medium-en --global_batch_size 32 --bf16 --fp1
 def test_the_printed_command_resolves(capsys):
     assert main(["plan", "--num_gpus", "4", "--gpu_memory", "5", *WORDS.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == "TP PP DP ZeRO micro accum recompute GiB tokens/s waiting".split()
+    assert lines[1].split() == "TP PP DP ZeRO micro accum recompute GiB tokens/s bubble".split()
     words = shlex.split(lines[-1])
     run = parse_pretrain([*words[words.index("scripts/run_pretrain.py") + 1 :], "--world_size", "4"], {}, printing=True)
     row = lines[2].split()

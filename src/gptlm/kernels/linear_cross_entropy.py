@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear layer without ever holding its logits.
+"""Cross-entropy of a linear layer without keeping its logits.
 
-For 16 x 1024 tokens and 50304 entries the fp32 logits are 3.3 GB and their gradient as much again. Here the
-tokens go through in chunks: each chunk's logits live until its loss and its gradients are known, then they go.
-The price is none: the same three matrix products as the plain formula, in the forward pass.
+For 16 x 1024 tokens and 50304 entries the fp32 logits are 3.3 GB, and so is their gradient. Here tokens are computed
+in chunks, and the forward pass turns each chunk's logits into loss and gradients before the next one. The number of
+matrix products stays three.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right in float32, in one pass where the GPU adds products of half precision up so."""
+    """total += left @ right in float32; one kernel where the GPU accumulates half-precision products in float32."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and left.dtype == right.dtype:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -62,7 +62,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def chunk_loss(
     product: Tensor, targets: Tensor, ignore_index: int, first_id: int, reduce: Reduction
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of the logits (C, V) of one chunk, and its gradient by them, in their dtype."""
+    """Summed loss of the logits (C, V) of one chunk, and its gradient with respect to them, in their dtype."""
     logits = product.float()
     # with the dimension kept, torch.compile finds maximum and sum in one pass over memory
     highest = reduce(logits.amax(dim=-1, keepdim=True), "max")
@@ -77,7 +77,7 @@ def chunk_loss(
     target_logit = reduce(own, "sum")
     losses = normaliser.log() + highest - target_logit
     probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0))
-    if torch.compiler.is_compiling():  # one pass over memory; without compiling it would be five
+    if torch.compiler.is_compiling():  # one pass over memory; not compiled it would be five
         targeted = here & (torch.arange(product.shape[1], device=product.device) == column)
         probabilities = probabilities.sub_(targeted.float())
     else:
@@ -101,12 +101,12 @@ def linear_cross_entropy(
     Args:
         hidden: (N, D) outputs of the last layer norm.
         weight: (V, D) rows of the output embedding; with a vocabulary split over processes, this process's rows.
-        targets: (N,) int64 token ids; entries equal to `ignore_index` count neither in loss nor in gradient.
+        targets: (N,) int64 token ids; `ignore_index` marks those without loss and gradient.
         first_id: the token id of `weight`'s first row.
-        reduce: combines per-token values (C, 1) of a chunk over the processes that share the vocabulary by "max" or
-            "sum"; the identity when one process holds all of it.
-        chunk: `chunk_loss`, or the same compiled.
-        chunk_tokens: the most tokens that go through together; a quarter of all, but CHUNK_TOKENS at least.
+        reduce: all-reduces per-token values (C, 1) by "max" or "sum" over the processes that split the vocabulary;
+            the identity by default.
+        chunk: `chunk_loss` or its compiled form.
+        chunk_tokens: at most this many tokens per chunk; else a quarter of all, but at least CHUNK_TOKENS.
     """
     size = min(chunk_tokens, max(CHUNK_TOKENS, hidden.shape[0] // 4))
     how = (ignore_index, first_id, reduce, chunk, size)
@@ -114,5 +114,5 @@ def linear_cross_entropy(
 
 
 def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
-    """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar; `how` is handed on."""
+    """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar; `how`: its keyword arguments."""
     return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), **how)

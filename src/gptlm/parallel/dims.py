@@ -1,4 +1,4 @@
-"""Degrees of parallelism as integers. No torch here."""
+"""Degrees of parallelism. The command line imports this, so torch is not imported here."""
 
 from dataclasses import dataclass
 
@@ -21,12 +21,12 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """Model replicas, ranks that share sharded state included."""
+        """Model replicas; ranks that shard one optimizer state count as several."""
         return self.world // (self.tensor * self.pipeline)
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether several processes hold one replica together."""
+        """Whether a replica of the model is split over several processes."""
         return self.tensor * self.pipeline > 1
 
     @classmethod
@@ -49,5 +49,5 @@ class ParallelDims:
 
 
 def bubble_fraction(stages: int, chunks: int, micro_batches: int) -> float:
-    """The share of a step in which a process waits: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
+    """The idle share of a pipeline step: (P - 1) / (V m + P - 1) (arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)

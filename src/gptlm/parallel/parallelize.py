@@ -1,8 +1,8 @@
-"""`parallelize`: a single-device model and a mesh become this process's share of a parallel one.
+"""`parallelize`: makes this process's part of a tensor- and pipeline-parallel model.
 
-The model comes without values (on the meta device). Its modules are made whole one after the other, on every process
-with the same random numbers, cut, and put into its place, so that a process never holds more than its share and one
-module. Layers of other pipeline stages stay in the model as empty places: names are those of the whole model.
+The model starts on the meta device. Each module is initialized in full, with the same random numbers on every process,
+then sharded and put back, so a process never holds more than its part and one full module. Layers of other pipeline
+stages are replaced by empty modules, so parameters keep the names of the full model.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from gptlm.parallel.tensor import (
 )
 from gptlm.upstream.torch import check_tensor_parallel
 
-Fill = Callable[[Any, str, nn.Module], None]  # (model, name, module): gives the own weights of one module their values
+Fill = Callable[[Any, str, nn.Module], None]  # (model, name, module): initializes the weights of one module
 
 
 class Elsewhere(nn.Module):
-    """The place of a module that lies on another pipeline stage."""
+    """In place of a module that is on another pipeline stage."""
 
 
 def parallelize(
@@ -42,13 +42,16 @@ def parallelize(
     sequence: bool = False,
     device: torch.device | None = None,
 ) -> Any:
-    """Fill `model`, a `GPTLMHeadModel` on the meta device, with this process's share.
+    """Initialize this process's part of `model`, a `GPTLMHeadModel` on the meta device, in place.
 
     Args:
-        loss: `model.loss.linear_cross_entropy`.
+        loss: `kernels.linear_cross_entropy.linear_cross_entropy`.
         chunks: pipeline chunks per process.
         sequence: split activations along the sequence inside the tensor-parallel group.
-        device: where attention's dropout is drawn; None: the CPU.
+        device: whose generator draws attention's dropout; None: the CPU.
+
+    Raises:
+        GptlmError: if this version of torch cannot do sequence parallelism.
     """
     if mesh.dims.tensor > 1:
         check_tensor_parallel(sequence=sequence)
@@ -73,7 +76,7 @@ def parallelize(
 
 
 def own_layers(mesh: Mesh, count: int, chunks: int) -> list[int]:
-    """The layers of this process: those of its stages, `pipeline` apart where there are several chunks."""
+    """The layers of this process's stages, which are `pipeline` apart (see `parallel.pipeline`)."""
     stages = mesh.dims.pipeline * chunks
     own = range(mesh.pipeline_rank, stages, mesh.dims.pipeline)
     return [layer for stage in own for layer in stage_layers(stage, stages, count)]
@@ -88,7 +91,7 @@ def _belongs(name: str, mesh: Mesh, layers: list[int]) -> bool:
 
 
 def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
-    """This process's part of a whole module."""
+    """This process's shard of a full module."""
     degree = mesh.dims.tensor
     if degree == 1:
         return module
@@ -109,7 +112,7 @@ def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
 
 
 def _tie(model: Any, whole: nn.Module, mesh: Mesh) -> None:
-    """The output layer's weight: the embedding's, or a copy of it where that is on another stage."""
+    """Set the output layer's weight: the embedding, or a copy of it if that is on another stage."""
     model.lm_head = nn.Module()
     if mesh.is_last_stage and mesh.is_first_stage:
         model.lm_head.weight = model.transformer.wte.weight
@@ -124,7 +127,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.device) -> None:
-    """The loss over all shares of the vocabulary, own dropout where work is split, and who counts for the norm."""
+    """Set the vocabulary-parallel loss, the RNG of split dropout, and which copy of a weight counts for the norm."""
     if mesh.dims.tensor > 1:
         first = vocab_range(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
         model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
@@ -132,6 +135,6 @@ def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.de
             if hasattr(module, "core_context"):
                 module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
     for name, parameter in model.named_parameters():
-        second = name == OUTPUT and not mesh.is_first_stage  # the copy of the embedding counts on the first stage
-        split = bool(split_of(name))
-        parameter.model_parallel = parameter.tensor_model_parallel = (split or mesh.tensor_rank == 0) and not second
+        is_copy = name == OUTPUT and not mesh.is_first_stage  # the embedding counts on the first stage
+        counts = (bool(split_of(name)) or mesh.tensor_rank == 0) and not is_copy
+        parameter.model_parallel = parameter.tensor_model_parallel = counts  # DeepSpeed and `FlatGradSync` read them

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO as a dict; the files in ds_configs/ are the same dicts.
+"""ZeRO configurations of DeepSpeed; the files in ds_configs/ hold the same dicts.
 
-No optimizer and no scheduler block: DeepSpeed's own would decay biases and layer norms, and replace our schedules.
-"auto" stands for what the flags say; `filled` puts it in.
+They have no optimizer and no scheduler block: DeepSpeed's optimizer would decay biases and layer norms, its scheduler
+replace ours. `fill_auto` replaces "auto" by the value of the flag.
 """
 
 import copy
@@ -12,12 +12,12 @@ from typing import Any
 from gptlm.errors import UsageError
 
 CPU = {"device": "cpu", "pin_memory": True}
-BUCKET = 5 * 10**7  # elements reduced at a time: 100 MB in half precision keep a link busy, and many of them overlap
-TOGETHER = {  # stage 3: the weights of a block come and go in one exchange, not in one per module
+BUCKET = 5 * 10**7  # elements per reduction: 100 MB in half precision keep a link busy, and several overlap
+WHOLE_BLOCKS = {  # stage 3: one all-gather and one reduce-scatter per block, not per module
     "leaf_module": {"classes": ["gptlm.model.gpt.Block"]},
     "stage3_param_persistence_threshold": 0,
 }
-SILENT = 1 << 30  # DeepSpeed's own progress lines come every so many steps
+NEVER = 1 << 30  # steps between DeepSpeed's own progress lines
 SUPERSEDED = ("optimizer", "scheduler", "tensor_parallel", "pipeline", "amp", "data_efficiency", "compression_training")
 KNOWN = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping zero_optimization "
@@ -31,16 +31,16 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the flags of a run say about things that a DeepSpeed configuration speaks of, too.
+    """Flags of a run that a DeepSpeed configuration sets as well.
 
     Attributes:
         micro_batch, accumulation, replicas: the three factors of the global batch.
         max_grad_norm: 0 never clips.
         precision: "fp32", "fp16" or "bf16"; `level` O1 is autocast, O2 half-precision weights.
-        fixed_scale, scale_window, hysteresis, minimum_scale: float16's loss scale.
-        master_grad: add gradients up in float32.
+        fixed_scale, scale_window, hysteresis, minimum_scale: of float16's loss scale.
+        master_grad: accumulate gradients in float32.
         shard_degree: processes that share one copy of the weights (stage 3); None: all.
-        whole_blocks: all weights of a block are trained, so stage 3 may bring and reduce them together.
+        whole_blocks: all weights of a block are trained, so stage 3 may gather and reduce them together.
     """
 
     micro_batch: int
@@ -67,7 +67,7 @@ def zero_config(stage: int, *, offload: bool = False) -> dict[str, Any]:
     if stage not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {stage}: expected 1, 2 or 3")
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    zero["reduce_bucket_size"] = BUCKET  # DeepSpeed makes two of them whole; its own 5e8 take 2 GB, 4 in float32
+    zero["reduce_bucket_size"] = BUCKET  # DeepSpeed has two; its default of 5e8 takes 2 or 4 GB
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if offload:
@@ -90,15 +90,15 @@ def stage_of(config: dict[str, Any]) -> int:
 
 
 def gathers_whole_blocks(config: dict[str, Any]) -> bool:
-    """Whether a `filled` configuration of stage 3 lets the weights of a block come and go together."""
-    return config["zero_optimization"].get("leaf_module") == TOGETHER["leaf_module"]
+    """Whether a configuration of stage 3 that `fill_auto` returned gathers all weights of a block at once."""
+    return config["zero_optimization"].get("leaf_module") == WHOLE_BLOCKS["leaf_module"]
 
 
 def fill_auto(config: dict[str, Any], wanted: RunSettings, name: str = "the DeepSpeed configuration") -> dict[str, Any]:
-    """`config` with every "auto" the flags decide, and what they ask for beyond.
+    """`config` with the values of the flags in place of "auto", and with what the flags need besides.
 
     Raises:
-        UsageError: naming both values where file and flag contradict each other, or a block that cannot be used.
+        UsageError: if file and flag contradict each other (with both values), or a block cannot be used.
     """
     config = copy.deepcopy(config)
     _check_form(config, name)
@@ -123,21 +123,21 @@ def fill_auto(config: dict[str, Any], wanted: RunSettings, name: str = "the Deep
     if wanted.shard_degree and stage_of(config) == 3:
         config["zero_optimization"]["zero_hpz_partition_size"] = wanted.shard_degree
     if wanted.whole_blocks and stage_of(config) == 3:
-        config["zero_optimization"] = copy.deepcopy(TOGETHER) | config["zero_optimization"]
-    config["steps_per_print"] = SILENT
-    config.setdefault("timers", {"throughput": {"enabled": False}})  # DeepSpeed's waits for the GPU at every step
+        config["zero_optimization"] = copy.deepcopy(WHOLE_BLOCKS) | config["zero_optimization"]
+    config["steps_per_print"] = NEVER
+    config.setdefault("timers", {"throughput": {"enabled": False}})  # it synchronizes with the GPU
     if problems:
         raise UsageError("\n".join(problems))
     return config
 
 
 def superseded_blocks(config: dict[str, Any], name: str) -> list[str]:
-    """What is wrong with blocks of things that are done here without DeepSpeed."""
+    """One problem for each block that configures what gptlm does itself."""
     return [f"{name} has a {key!r} block, which gptlm does itself; remove it" for key in SUPERSEDED if key in config]
 
 
 def _check_form(config: dict[str, Any], name: str) -> None:
-    """What DeepSpeed would stumble over, or pass over in silence."""
+    """Refuse what makes DeepSpeed fail without a clear message, and keys that it would ignore."""
     for key in ("zero_optimization", "fp16", "bf16"):
         if not isinstance(config.get(key, {}), dict):
             raise UsageError(f"{name}: {key} is {config[key]!r}; expected an object like {{...}}")
@@ -151,7 +151,7 @@ def _check_form(config: dict[str, Any], name: str) -> None:
 
 
 def _fill_precision(config: dict[str, Any], wanted: RunSettings, name: str) -> list[str]:
-    """O2 is DeepSpeed's own half precision, O1 its torch_autocast."""
+    """Set half precision: O2 is DeepSpeed's fp16 or bf16 block, O1 its torch_autocast. Returns the problems."""
     problems = []
     for kind in ("fp16", "bf16"):
         block = config.setdefault(kind, {})

@@ -1,10 +1,10 @@
-"""What a layout needs of each card, by arithmetic: bytes of weights, gradients, optimizer, activations and buffers.
+"""Memory that a layout needs on each GPU: weights, gradients, optimizer state, activations and buffers, in bytes.
 
 Activations of one layer and token, in units of the width D (half precision / float32), with the kernels used here
 (attention keeps no scores): input of each layer norm 2 / 4, its output (a Linear's input) 2 / 4, q, k and v 6 / 12,
 attention's output 2 / 4, feed-forward before and after GELU 8 + 8 / 16 + 16, a byte for each dropout mask. Under
 autocast the residual stream is float32 and the Linears' inputs are half. Checked against `max_memory_allocated` of
-H100 and H200 cards, see `tests/parallel/test_memory.py`.
+H100 and H200 GPUs in `tests/planner/test_memory.py`.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from gptlm.parallel.zero_config import BUCKET
 
 GIB = 2**30
-LOSS_CHUNK = 1024  # tokens whose logits exist at a time, model/loss.py
-LARGE_BUCKET = 5 * 10**8  # DeepSpeed's own, with which the shares in `_buffers` were measured
+LOSS_CHUNK = 1024  # tokens whose logits exist at a time, see kernels/linear_cross_entropy.py
+LARGE_BUCKET = 5 * 10**8  # DeepSpeed's default, with which the factors in `_buffers` were measured
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is divided.
+    """A parallel layout with its batch.
 
     Attributes:
-        tensor, pipeline, data: degrees; `chunks` pipeline stages per process.
-        stage: of ZeRO, 0 for none; `shards` replicas share one state.
-        micro: samples in one forward pass; `accumulation` of them in a step.
+        tensor, pipeline, data: degrees; `chunks`: pipeline stages per process.
+        stage: of ZeRO, 0 for none; `shards`: replicas that share one optimizer state.
+        micro: samples in one forward pass; `accumulation`: micro-batches per step.
         recompute: "", "full", "full_attn" or "core_attn".
-        sequence: activations are split along the sequence, too.
+        sequence: sequence parallelism.
         precision: "fp32", "O1" (autocast) or "O2" (half weights).
     """
 
@@ -72,7 +72,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest card. `update` is what gradients need in a step, when activations are gone."""
+    """Bytes on the GPU that needs most. `update`: gradients during the optimizer step, without activations."""
 
     weights: float
     gradients: float
@@ -89,9 +89,9 @@ class Memory:
 
 
 def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
-    """What `layout` needs on its fullest card, the first stage of a pipeline (which has most micro-batches in flight).
+    """The memory of the GPU that needs most.
 
-    The last stage has the output layer instead; whichever needs more counts.
+    In a pipeline that is the first stage, with most micro-batches in flight, or the last one, with the output layer.
 
     Args:
         bucket: elements that DeepSpeed reduces at a time.
@@ -112,7 +112,7 @@ def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
 
 
 def in_flight(layout: Layout) -> float:
-    """Micro-batches whose activations the first stage holds at once (1F1B; arXiv 2104.04473, section 2.2)."""
+    """Micro-batches whose activations the first stage holds (1F1B: arXiv 2104.04473, section 2.2)."""
     if layout.pipeline == 1:
         return 1.0
     if layout.accumulation < layout.pipeline:
@@ -131,7 +131,7 @@ def _states(own: float, layout: Layout) -> dict[str, float]:
 
 
 def _update(own: float, layout: Layout) -> float:
-    """Of half-precision weights: gradients and, while they are put together, a copy; DeepSpeed's share in float32."""
+    """With half-precision weights: gradients and their flat copy, or DeepSpeed's float32 shard of them."""
     if layout.precision != "O2":
         return 0.0
     share = own / (layout.shards if layout.stage else 1)
@@ -145,12 +145,12 @@ def _activations(sizes: Sizes, layout: Layout, layers: int, batches: float) -> f
     tokens = layout.micro * sizes.length
     whole = _layer_bytes(sizes, layout, "")
     kept = _layer_bytes(sizes, layout, layout.recompute)
-    again = whole if layout.recompute in ("full", "full_attn") else 0.0  # the layer that is being computed again
+    again = whole if layout.recompute in ("full", "full_attn") else 0.0  # the layer that is being recomputed
     return tokens * (layers * kept * batches + again)
 
 
 def _layer_bytes(sizes: Sizes, layout: Layout, recompute: str) -> float:
-    """Bytes a token leaves in one layer for the backward pass."""
+    """Bytes per token that one layer keeps for backward."""
     width, inner, tensor = sizes.width, sizes.inner, layout.tensor
     split = tensor if layout.sequence else 1
     residual = 4 if layout.precision in ("fp32", "O1") else 2
@@ -167,7 +167,7 @@ def _layer_bytes(sizes: Sizes, layout: Layout, recompute: str) -> float:
 
 
 def _output(sizes: Sizes, layout: Layout) -> float:
-    """Of the loss: a chunk's logits in float32 three times and once in half, and the gradients it keeps."""
+    """The loss: a chunk's logits three times in float32 and once in half precision, and the gradients it keeps."""
     tokens = layout.micro * sizes.length
     rows = sizes.vocabulary / layout.tensor
     item = 4 if layout.precision == "fp32" else 2
@@ -176,13 +176,13 @@ def _output(sizes: Sizes, layout: Layout) -> float:
 
 
 def _buffers(own: float, layout: Layout, bucket: int) -> float:
-    """Of communication, and under autocast the half-precision copies of the weights."""
+    """Communication buffers, and under autocast the half-precision copies of the weights."""
     item = 2 if layout.precision == "O2" else 4
     copies = own * 2 if layout.precision == "O1" else 0.0
     if layout.tensor > 1 or layout.pipeline > 1:
         if layout.precision == "O2" and layout.stage < 3:
-            return copies  # gradients are exchanged in one go, see parallel/flat_grad_sync.py
-        return copies + 2 * bucket * item  # one fills while the other is reduced; made whole whatever is in them
+            return copies  # flat gradient sync needs none
+        return copies + 2 * bucket * item  # one fills while the other is reduced
     if layout.data == 1:
         return copies
     if layout.stage == 0:
@@ -190,4 +190,4 @@ def _buffers(own: float, layout: Layout, bucket: int) -> float:
     if layout.stage == 3:
         return copies + own * item  # gathered weights
     filled = min(own, LARGE_BUCKET) * item
-    return copies + (4 if layout.precision == "O1" else 0.25) * filled  # as measured: under autocast in float32
+    return copies + (4 if layout.precision == "O1" else 0.25) * filled  # measured; float32 under autocast

@@ -1,4 +1,4 @@
-"""`gptlm plan`: the layouts that fit a machine, the likely fastest first, and the command of the best."""
+"""`gptlm plan`: prints the layouts that fit a cluster, the fastest by estimate first, and the command of the best."""
 
 import shlex
 
@@ -8,14 +8,14 @@ from gptlm.planner.args import PlanJob, cluster_of, precision_of, sizes_of, word
 from gptlm.planner.memory import GIB, Layout, Sizes
 from gptlm.planner.search import Candidate, Cluster, candidates, smallest
 
-HEAD = ("TP", "PP", "DP", "ZeRO", "micro", "accum", "recompute", "GiB", "tokens/s", "waiting")
+HEAD = ("TP", "PP", "DP", "ZeRO", "micro", "accum", "recompute", "GiB", "tokens/s", "bubble")
 
 
 def plan(job: PlanJob) -> Candidate:
     """Print the table; returns the best.
 
     Raises:
-        GptlmError: if nothing fits, saying what comes nearest.
+        GptlmError: if nothing fits; the message has the smallest layout.
     """
     sizes, machine = sizes_of(job.run), cluster_of(job.machine)
     batch, precision = job.global_batch, precision_of(job.run)
@@ -35,7 +35,7 @@ def plan(job: PlanJob) -> Candidate:
 
 
 def command(job: PlanJob, layout: Layout) -> str:
-    """What to type for `layout`."""
+    """The command line of `layout`."""
     nodes = -(-job.machine.num_gpus // job.machine.gpus_per_node)
     each = job.machine.num_gpus // nodes
     start = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes} --rdzv_backend c10d ..." if nodes > 1 else "")
@@ -45,7 +45,7 @@ def command(job: PlanJob, layout: Layout) -> str:
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
     layout = candidate.layout
     stages, chunks = layout.pipeline, layout.chunks
-    waiting = bubble_fraction(stages, chunks, layout.accumulation)
+    bubble = bubble_fraction(stages, chunks, layout.accumulation)
     numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, layout.stage, layout.micro)
     return (
         *map(str, numbers),
@@ -53,7 +53,7 @@ def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
         layout.recompute or "-",
         f"{candidate.memory.total / GIB:.1f}",
         f"{candidate.tokens_per_second(sizes):,.0f}",
-        f"{waiting:.0%}" if stages > 1 else "-",
+        f"{bubble:.0%}" if stages > 1 else "-",
     )
 
 

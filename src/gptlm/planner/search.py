@@ -1,7 +1,8 @@
-"""Which layouts fit a job and a machine, and which of them is likely to be the fastest.
+"""Which parallel layouts fit a job and a cluster, and which of them is probably the fastest.
 
-Time is a rough model, good for an order: matrix products at a share of the card's peak, tensor-parallel all-reduces
-over the links inside a node, gradients over the slowest link between replicas, and a pipeline's bubble.
+The time is a rough estimate that ranks layouts. It adds up matrix products at a fraction of peak FLOP/s,
+tensor-parallel all-reduces over the links of a node, gradient reduction over the slowest link between replicas, and
+the pipeline's bubble.
 """
 
 from collections.abc import Iterator
@@ -9,19 +10,19 @@ from dataclasses import dataclass, replace
 
 from gptlm.planner.memory import GIB, Layout, Memory, Sizes, memory_of
 
-EFFICIENCY = {"fp32": 0.35, "O1": 0.35, "O2": 0.40}  # of the peak, on one card
-RESERVE = 0.92  # of a card's memory: the rest is CUDA's and fragmentation
+EFFICIENCY = {"fp32": 0.35, "O1": 0.35, "O2": 0.40}  # fraction of peak FLOP/s that one GPU reaches
+USABLE = 0.92  # fraction of GPU memory; CUDA's context and fragmentation take the rest
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is.
+    """The GPUs to plan for.
 
     Attributes:
-        cards: GPUs in all; `per_node` of them share fast links.
+        cards: number of GPUs; `per_node` of them share fast links.
         memory: bytes of each.
-        peak: floating-point operations per second of a card in half precision.
-        link, network: bytes per second between cards of a node, and of each card between nodes.
+        peak: FLOP/s of a GPU in half precision.
+        link, network: bytes per second between GPUs of a node, and of each GPU between nodes.
     """
 
     cards: int
@@ -34,7 +35,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it needs and how long a step is likely to take."""
+    """A layout, its memory, and the estimated seconds of an optimizer step."""
 
     layout: Layout
     memory: Memory
@@ -46,17 +47,17 @@ class Candidate:
 
 
 def candidates(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> list[Candidate]:
-    """The layouts that fit into memory, the fastest first; of equally fast ones that which needs least."""
+    """The layouts that fit into memory, fastest first; equally fast ones by memory."""
     found = []
     for layout in layouts(sizes, cluster, global_batch, precision):
         memory = memory_of(sizes, layout)
-        if memory.total <= cluster.memory * RESERVE:
+        if memory.total <= cluster.memory * USABLE:
             found.append(Candidate(layout, memory, step_seconds(sizes, cluster, layout)))
     return sorted(found, key=lambda c: (float(f"{c.seconds:.9g}"), c.memory.total))
 
 
 def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Candidate | None:
-    """The layout that needs least memory, whether it fits or not; None where none is possible."""
+    """The layout that needs least memory, whether it fits or not; None if the degrees divide nothing."""
     every = [(memory_of(sizes, layout), layout) for layout in layouts(sizes, cluster, global_batch, precision)]
     if not every:
         return None
@@ -65,7 +66,7 @@ def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) 
 
 
 def layouts(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Iterator[Layout]:
-    """Every layout that is possible: degrees divide what they split, the batch divides, PP goes with stage 1."""
+    """Every valid layout: degrees divide what they split, the batch divides, a pipeline has ZeRO stage 0 or 1."""
     for tensor in _divisors(min(cluster.per_node, cluster.cards)):
         if sizes.heads % tensor or sizes.inner % tensor or cluster.cards % tensor:
             continue
@@ -98,14 +99,14 @@ def step_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
     """Seconds of an optimizer step."""
     tokens = layout.micro * layout.accumulation * sizes.length  # of a replica
     cards = layout.tensor * layout.pipeline
-    forward = 2 * sizes.parameters + 2 * sizes.layers * sizes.length * sizes.width  # a token's, attention included
+    forward = 2 * sizes.parameters + 2 * sizes.layers * sizes.length * sizes.width  # FLOPs per token, causal attention
     passes = {"": 3.0, "full_attn": 3.35, "full": 4.0}.get(layout.recompute, 3.1)
-    small = min(1.0, (layout.micro * sizes.length / 4096) ** 0.25)  # few tokens leave a card idle
+    small = min(1.0, (layout.micro * sizes.length / 4096) ** 0.25)  # few tokens do not fill a GPU
     peak = cluster.peak * (0.5 if layout.precision == "fp32" else 1.0) * EFFICIENCY[layout.precision] * small
     seconds = tokens * forward * passes / (cards * peak)
     seconds += _tensor_seconds(sizes, cluster, layout)
-    waiting = (layout.pipeline - 1) / (layout.chunks * layout.accumulation)
-    return seconds * (1 + waiting) + _data_seconds(sizes, cluster, layout)
+    bubble = (layout.pipeline - 1) / (layout.chunks * layout.accumulation)
+    return seconds * (1 + bubble) + _data_seconds(sizes, cluster, layout)
 
 
 def _tensor_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
@@ -119,7 +120,7 @@ def _tensor_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
 
 
 def _data_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
-    """Gradients of a step over the replicas, half of it beneath the backward pass; stage 3 also fetches weights."""
+    """Gradient reduction over the replicas, half of it overlapped with backward; stage 3 also gathers weights."""
     if layout.data == 1:
         return 0.0
     inside = layout.tensor * layout.data <= cluster.per_node
