@@ -12,7 +12,7 @@ from gptlm.config.derive import LAYOUT
 from gptlm.errors import GptlmError, UsageError
 from gptlm.planner.args import parse_plan, with_layout, words_of
 from gptlm.planner.memory import GIB, Layout, Sizes
-from gptlm.planner.search import RESERVE, Cluster, candidates, layouts, smallest
+from gptlm.planner.search import USABLE, Cluster, candidates, layouts, smallest
 
 M345 = Sizes(layers=24, width=1024, inner=4096, heads=16, vocabulary=50304, positions=1024, length=1024)
 M13B = Sizes(layers=40, width=5120, inner=20480, heads=40, vocabulary=50432, positions=2048, length=2048)
@@ -32,7 +32,7 @@ def test_every_layout_is_possible(sizes, cards, batch):
 
 def test_what_is_offered_fits_and_the_fastest_is_first():
     found = candidates(M13B, Cluster(16, memory=40 * GIB), 480, "O2")
-    assert all(candidate.memory.total <= 40 * GIB * RESERVE for candidate in found)
+    assert all(candidate.memory.total <= 40 * GIB * USABLE for candidate in found)
     seconds = [round(candidate.seconds, 4) for candidate in found]
     assert seconds == sorted(seconds) and len(found) > 10
 
@@ -66,7 +66,7 @@ def test_the_printed_command_resolves(capsys):
     run = parse_pretrain([*words[words.index("scripts/run_pretrain.py") + 1 :], "--world_size", "4"], {}, printing=True)
     row = lines[2].split()
     assert (run.dims.tensor, run.dims.pipeline, run.batch.total) == (int(row[0]), int(row[1].split("x")[0]), 32)
-    assert float(row[7]) <= 5 * RESERVE
+    assert float(row[7]) <= 5 * USABLE
 
 
 @pytest.mark.parametrize(

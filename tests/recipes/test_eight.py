@@ -16,7 +16,7 @@ from gptlm.launcher.args import parse_launch
 from gptlm.parallel.sharding import stage_layers
 from gptlm.planner.args import precision_of, sizes_of
 from gptlm.planner.memory import GIB, Layout, memory_of
-from gptlm.planner.search import RESERVE
+from gptlm.planner.search import USABLE
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.sampler import ConsecutiveBatches
 from tests.config.test_run import README
@@ -133,7 +133,7 @@ def test_it_fits_on_cards_of_80_gib(recipe, run, words, capsys):
     memory = memory_of(sizes_of(run), layout)
     own = (layers / pipeline * (12 * width**2 + 13 * width) + (rows + positions) * width) / tensor
     assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(recipe.states * own)
-    assert recipe.states * own < memory.total < 80 * GIB * RESERVE
+    assert recipe.states * own < memory.total < 80 * GIB * USABLE
     assert main(["plan", "--num_gpus", "8", "--gpu_memory", "80", "--rows", "1000", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"global batch {total}, O2, 8 cards of 80 GiB" in lines[0]
