@@ -1,8 +1,5 @@
 """DeepSpeed around our code: set-up, models of ZeRO stage 3, and our loss scale in its optimizers."""
 
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,19 +7,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gptlm.quiet import quiet_deepspeed
+from gptlm.ranks import become_single_process, is_launched
 from gptlm.upstream.deepspeed import compile_stage3_linear, disable_shm_collectives, use_loss_scaler, wrap_step
 
 
 def setup_deepspeed(*, on_cpu: bool) -> None:
     """Import DeepSpeed without its log lines; a process that no launcher started becomes a group of one."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-            os.environ.update(alone | {"MASTER_PORT": str(free.getsockname()[1])})
-    import deepspeed  # noqa: F401 - its import sets up the logger
+    if not is_launched():
+        become_single_process()
+    import deepspeed  # noqa: F401 - the import sets the log level, so it comes first
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    quiet_deepspeed()
     compile_stage3_linear()
     if on_cpu:
         disable_shm_collectives()
