@@ -98,7 +98,7 @@ def merge_lora(argv: Sequence[str]) -> None:
 def convert(argv: Sequence[str]) -> None:
     conversion = parse_convert(argv)
     with logged_in(Path(conversion.main.output or "").parent):
-        from gptlm.recipes.convert.run import convert as recipe
+        from gptlm.recipes.convert import convert as recipe
 
         recipe(conversion)
 
@@ -199,7 +199,7 @@ def data(argv: Sequence[str]) -> None:
 
 
 def _convert(needed: ConversionNeeded) -> None:
-    from gptlm.recipes.convert.run import convert_once
+    from gptlm.recipes.convert import convert_once
 
     convert_once(needed.path, needed.result.parent, needed.heads, needed.vocabulary)
 

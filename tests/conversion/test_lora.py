@@ -96,11 +96,11 @@ def test_back_to_paddle(tmp_path, form, written):
 @pytest.mark.parametrize(
     ("more", "words", "says"),
     [
-        ({"rslora": True}, [], "rslora = True; only plain ones"),
+        ({"rslora": True}, [], "rslora = True; only plain LoRA"),
         ({"r": 0}, [], "is damaged: r is 0"),
-        ({}, ["--to", "megatron"], "Megatron-LM has no form of adapters"),
+        ({}, ["--to", "megatron"], "Megatron-LM has no format for adapters"),
         ({}, ["--to", "paddle", "--paddle_qkv", "fused"], "give --num_attention_heads"),
-        ({}, ["--with_optimizer"], "--with_optimizer is for models, the checkpoint holds adapters"),
+        ({}, ["--with_optimizer"], "--with_optimizer is for models, but "),
         ({}, ["--vocab_size", "9"], "--vocab_size is for models"),
         ({}, ["--activation", "gelu"], "--activation is for models"),
         ({}, ["--tokenizer_name_or_path", "t"], "--tokenizer_name_or_path is for models"),

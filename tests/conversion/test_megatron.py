@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from gptlm.conversion.detect import recognise
+from gptlm.conversion.detect import detect
 from gptlm.conversion.megatron.write import write_megatron as write_ours
-from gptlm.conversion.open import opened
-from gptlm.conversion.source import Asked
+from gptlm.conversion.open import open_checkpoint
+from gptlm.conversion.source import ReadOptions
 from gptlm.conversion.verify import logits_of
 from gptlm.errors import GptlmError
-from gptlm.recipes.convert.run import write_folder
+from gptlm.recipes.convert import write_huggingface
 from tests.conversion.layouts import (
     HEADS,
     LAYERS,
@@ -34,12 +34,12 @@ from tests.conversion.layouts import (
     write_megatron,
 )
 
-ASKED = Asked(vocab_size=VOCABULARY)
+OPTIONS = ReadOptions(vocab_size=VOCABULARY)
 
 
-def assert_same(path, model, asked=ASKED):
+def assert_same(path, model, options=OPTIONS):
     """Every weight bit for bit."""
-    with opened(path, asked) as source:
+    with open_checkpoint(path, options) as source:
         found = dict(source.weights())
     wanted = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     assert found.keys() == wanted.keys()
@@ -54,9 +54,9 @@ def test_every_version_and_layout(tmp_path, version, names, ranks, stages):
     model = stock()
     path = write_megatron(model, tmp_path / "m", version, ranks, stages, names)
     assert_same(path, model)
-    with opened(path, ASKED) as source:
+    with open_checkpoint(path, OPTIONS) as source:
         (tmp_path / "hf").mkdir()
-        write_folder(source, tmp_path / "hf", None, None, lambda: None)
+        write_huggingface(source, tmp_path / "hf", None, None, lambda: None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert torch.allclose(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
@@ -66,21 +66,21 @@ def test_a_folder_of_two_kinds_says_which_one_is_taken(tmp_path, caplog):
     model = stock()
     path = write_megatron(model, tmp_path / "both", 3.0, 1, 1)
     plain = "Megatron-LM, tensor parallel 1, pipeline 1, step 100"
-    assert str(recognise(path)) == plain
+    assert str(detect(path)) == plain
     (path / "model_state.tp01.pdparams").write_bytes(b"")  # without that of tp00
-    assert str(recognise(path)) == plain
+    assert str(detect(path)) == plain
     stock(seed=1).save_pretrained(path)
     caplog.set_level("INFO")
     assert_same(path, model)
-    note = "(not the one of HuggingFace GPT-2 beside it; to take that, move it into a folder of its own)"
+    note = "(the folder also contains one of HuggingFace GPT-2; to use that, move it into a folder of its own)"
     assert f"{path} is a checkpoint of {plain} {note}" in caplog.messages
     for file in ("config.json", "model.safetensors"):
         (path / file).rename(tmp_path / file)
-    assert str(recognise(tmp_path)) == "HuggingFace GPT-2"
+    assert str(detect(tmp_path)) == "HuggingFace GPT-2"
     assert_same(tmp_path, stock(seed=1))
-    assert str(recognise(path)) == plain
+    assert str(detect(path)) == plain
     save_file({"gpt.decoder.layers.0.norm1.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert str(recognise(tmp_path)) == "PaddleNLP, tensor parallel 1, pipeline 1"
+    assert str(detect(tmp_path)) == "PaddleNLP, tensor parallel 1, pipeline 1"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -88,7 +88,7 @@ def test_layer_files_of_megatron_deepspeed(tmp_path, ranks):
     model = stock()
     path = write_deepspeed(model, tmp_path / "ds", ranks)
     assert_same(path, model)
-    assert str(recognise(path)) == f"Megatron-DeepSpeed, tensor parallel {ranks}, step 7"
+    assert str(detect(path)) == f"Megatron-DeepSpeed, tensor parallel {ranks}, step 7"
 
 
 def test_megatron_deepspeed_without_pipeline(tmp_path):
@@ -163,11 +163,14 @@ def test_a_release_without_arguments_in_the_old_file_format(tmp_path, zipped, ca
         with zipfile.ZipFile(path, "w") as archive:
             archive.write(tmp_path / "r/latest_checkpointed_iteration.txt", "latest_checkpointed_iteration.txt")
             archive.write(release, "release/mp_rank_00/model_optim_rng.pt")
-    with pytest.raises(GptlmError, match="give --num_attention_heads"), opened(path, ASKED):
+    with pytest.raises(GptlmError, match="give --num_attention_heads"), open_checkpoint(path, OPTIONS):
         pass
-    with pytest.raises(GptlmError, match="which GELU.*--activation gelu_new"), opened(path, Asked(VOCABULARY, HEADS)):
+    with (
+        pytest.raises(GptlmError, match="form of GELU.*--activation gelu_new"),
+        open_checkpoint(path, ReadOptions(VOCABULARY, HEADS)),
+    ):
         pass
-    assert_same(path, model, Asked(VOCABULARY, HEADS, "gelu_new"))
+    assert_same(path, model, ReadOptions(VOCABULARY, HEADS, "gelu_new"))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activati
     model = stock(activation)
     path = write_megatron(model, tmp_path / "m", 3.0, 1, 1, bias_gelu_fusion=fused, openai_gelu=tanh)
     ids = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
-    with opened(path, ASKED) as source:
+    with open_checkpoint(path, OPTIONS) as source:
         assert source.activation == activation
         assert float((logits_of(source, ids) - logits(model)).abs().max()) < 1e-5
         source.activation = "gelu" if activation == "gelu_new" else "gelu_new"
@@ -188,21 +191,21 @@ def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activati
     ("more", "says"),
     [
         ({"group_query_attention": True, "num_query_groups": 2}, "grouped-query attention"),
-        ({"use_rotary_position_embeddings": True}, "rotary positions"),
-        ({"position_embedding_type": "rope"}, "positions that are not learned"),
+        ({"use_rotary_position_embeddings": True}, "rotary position embeddings"),
+        ({"position_embedding_type": "rope"}, "position embeddings that are not learned"),
         ({"swiglu": True}, "SwiGLU"),
         ({"untie_embeddings_and_output_weights": True}, "untied"),
         ({"normalization": "RMSNorm"}, "another norm"),
         ({"num_experts": 8}, "mixture of experts"),
-        ({"kv_channels": 8}, "heads of 8 x 4"),
-        ({"num_attention_heads": 3}, "a width of 16 is not 3 equal heads"),
-        ({"num_layers": "x"}, "says num_hidden_layers is 'x'"),
-        ({"make_vocab_size_divisible_by": 0}, "its content is laid out otherwise"),
+        ({"kv_channels": 8}, "4 heads of 8 are not the hidden size 16"),
+        ({"num_attention_heads": 3}, "hidden size 16 is not divisible by 3 heads"),
+        ({"num_layers": "x"}, "num_hidden_layers is 'x'"),
+        ({"make_vocab_size_divisible_by": 0}, "but unexpected content"),
     ],
 )
 def test_other_networks_are_refused_by_name(tmp_path, more, says):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1, **more)
-    with pytest.raises(GptlmError, match=re.escape(says)), opened(path, ASKED):
+    with pytest.raises(GptlmError, match=re.escape(says)), open_checkpoint(path, OPTIONS):
         pass
 
 
@@ -219,7 +222,7 @@ def test_gaps_and_damage_are_named(tmp_path):
     stack = content["model"]["language_model"]["encoder"]
 
     def fails(match):
-        with pytest.raises(GptlmError, match=match), opened(tmp_path / "m", ASKED) as source:
+        with pytest.raises(GptlmError, match=match), open_checkpoint(tmp_path / "m", OPTIONS) as source:
             list(source.weights())
 
     torch.save({**content, "model": {"language_model": {"encoder": {
@@ -231,13 +234,13 @@ def test_gaps_and_damage_are_named(tmp_path):
     del stack["layers.1.mlp.gate.weight"]
     stack["layers.1.mlp.dense_4h_to_h.bias"] = torch.ones(3)
     torch.save(content, file)
-    fails("hold different transformer.h.3.mlp.c_proj.bias")
+    fails("have different transformer.h.3.mlp.c_proj.bias")
     stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(32, 15)
     torch.save(content, file)
-    fails("the pieces of transformer.h.3.mlp.c_fc.weight do not fit together")
+    fails("the parts of transformer.h.3.mlp.c_fc.weight do not fit together")
     stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(31, 16)
     torch.save(content, file)
-    fails(r"transformer.h.3.mlp.c_fc.weight is \(16, 63\), expected \(16, 64\)")
+    fails(r"transformer.h.3.mlp.c_fc.weight has shape \(16, 63\), expected \(16, 64\)")
     stack["layers.1.mlp.dense_h_to_4h.weight"] = torch.ones(32, 16)
     content["model"]["word_embeddings_for_head"]["weight"] += 1
     stack["layers.1.mlp.dense_4h_to_h.bias"] = stock().state_dict()["transformer.h.3.mlp.c_proj.bias"]
@@ -246,9 +249,9 @@ def test_gaps_and_damage_are_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-3000])
     fails("is damaged or cut off")
     file.unlink()
-    fails("holds no model_optim_rng.pt")
+    fails("has no model_optim_rng.pt")
     file.parent.rmdir()
-    fails("lacks mp_rank_01_001: its other files are of tensor parallel 2 x pipeline 2")
+    fails("lacks mp_rank_01_001: its other files have tensor parallel 2 x pipeline 2")
     for rank in root.glob("*_001"):
         (rank / "model_optim_rng.pt").unlink()
         rank.rmdir()
@@ -257,14 +260,14 @@ def test_gaps_and_damage_are_named(tmp_path):
 
 def test_a_padded_vocabulary_is_cut_where_the_arguments_or_the_user_say(tmp_path, caplog):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1)
-    with opened(path, Asked()) as source:
+    with open_checkpoint(path, ReadOptions()) as source:
         assert source.shape.vocab_size == 128 and "all 128 rows" in " ".join(source.notes)
-    with opened(path, ASKED) as source:
-        assert source.shape.vocab_size == 50 and "cut from 128 rows to 50 (--vocab_size)" in " ".join(source.notes)
+    with open_checkpoint(path, OPTIONS) as source:
+        assert source.shape.vocab_size == 50 and "reduced from 128 rows to 50 (--vocab_size)" in " ".join(source.notes)
     noted = write_megatron(stock(), tmp_path / "n", 3.0, 1, 1, vocab_size=50)
-    with opened(noted, Asked()) as source:
+    with open_checkpoint(noted, ReadOptions()) as source:
         assert source.shape.vocab_size == 50
-    with pytest.raises(GptlmError, match="the embedding in .* has 128 rows"), opened(path, Asked(500)):
+    with pytest.raises(GptlmError, match="the embedding in .* has 128 rows"), open_checkpoint(path, ReadOptions(500)):
         pass
 
 
@@ -273,7 +276,7 @@ def test_what_is_written_has_the_layout_of_version_3(tmp_path, ranks, stages):
     """Read with plain torch: rows [heads, 3, size], columns and rows cut, the embedding padded to 128 x ranks."""
     model = stock()
     path = write_megatron(model, tmp_path / "m", 0, 1, 1, OLD)
-    with opened(path, ASKED) as source:
+    with open_checkpoint(path, OPTIONS) as source:
         write_ours(source, tmp_path / "w", tensor=ranks, pipeline=stages, dtype=None, done=lambda: None)
     assert (tmp_path / "w/latest_checkpointed_iteration.txt").read_text() == "release"
     weights = model.state_dict()
@@ -293,7 +296,7 @@ def test_what_is_written_has_the_layout_of_version_3(tmp_path, ranks, stages):
     if stages > 1:
         head_copy = content["model"]["word_embeddings_for_head"]["weight"]
         assert head_copy.shape == (128, WIDE) and not head_copy[VOCABULARY - 128 * rank :].any()
-    assert_same(tmp_path / "w", model, Asked())
+    assert_same(tmp_path / "w", model, ReadOptions())
 
 
 def test_enums_of_megatron_are_inert(tmp_path, monkeypatch):
@@ -306,7 +309,10 @@ def test_enums_of_megatron_are_inert(tmp_path, monkeypatch):
         for kind in enums.PositionEmbeddingType:
             write_megatron(stock(), tmp_path / kind.name, 3.0, 1, 1, position_embedding_type=kind)
     assert_same(tmp_path / "absolute", stock())
-    with pytest.raises(GptlmError, match="positions that are not learned"), opened(tmp_path / "rotary", ASKED):
+    with (
+        pytest.raises(GptlmError, match="position embeddings that are not learned"),
+        open_checkpoint(tmp_path / "rotary", OPTIONS),
+    ):
         pass
 
 
@@ -317,7 +323,7 @@ def test_norms_that_drifted_apart_by_rounding_are_averaged(tmp_path, caplog):
     content["model"]["language_model"]["encoder"]["layers.0.input_layernorm.weight"] += 1e-3
     torch.save(content, file)
     logging.getLogger("gptlm").propagate = True
-    with opened(root, ASKED) as source:
+    with open_checkpoint(root, OPTIONS) as source:
         found = source.get("transformer.h.0.ln_1.weight")
     assert torch.allclose(found, stock().transformer.h[0].ln_1.weight + 5e-4, rtol=0, atol=1e-6)
     assert "slightly different transformer.h.0.ln_1.weight" in caplog.text
@@ -325,5 +331,5 @@ def test_norms_that_drifted_apart_by_rounding_are_averaged(tmp_path, caplog):
 
 def test_padding_is_kept_for_training_to_go_on(tmp_path):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1, vocab_size=50)
-    with opened(path, Asked(keep_padding=True)) as source:
+    with open_checkpoint(path, ReadOptions(keep_padding=True)) as source:
         assert source.shape.vocab_size == 128 and float(source.get("transformer.wte.weight")[-1, 0]) == 9.0

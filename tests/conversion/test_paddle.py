@@ -9,10 +9,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from gptlm.conversion.detect import recognise
-from gptlm.conversion.open import opened
+from gptlm.conversion.detect import detect
+from gptlm.conversion.open import open_checkpoint
 from gptlm.conversion.paddle.write import write_paddle
-from gptlm.conversion.source import Asked
+from gptlm.conversion.source import ReadOptions
 from gptlm.conversion.verify import logits_of
 from gptlm.errors import GptlmError
 from tests.conversion.layouts import (
@@ -29,7 +29,7 @@ from tests.conversion.layouts import (
     write_pdparams,
 )
 
-PLAIN = Asked()
+PLAIN = ReadOptions()
 
 
 def write_config(folder, **more):
@@ -37,8 +37,8 @@ def write_config(folder, **more):
     (folder / "config.json").write_text(json.dumps({**PADDLE_CONFIG, **more}))
 
 
-def assert_same(path, model, asked=PLAIN, dtype=torch.float32):
-    with opened(path, asked) as source:
+def assert_same(path, model, options=PLAIN, dtype=torch.float32):
+    with open_checkpoint(path, options) as source:
         found = dict(source.weights())
         ids = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
         if dtype == torch.float32:
@@ -60,7 +60,7 @@ def test_pdparams_of_every_layout(tmp_path, fused, ranks, stages):
             shard = [f"tp{rank:02d}"] * (ranks > 1) + [f"pp{stage:02d}"] * (stages > 1)
             name = ".".join(["model_state", *(["_".join(shard)] if shard else []), "pdparams"])
             write_pdparams(tmp_path / "c" / name, paddle_tensors(model, fused, rank, ranks, layers))
-    assert str(recognise(tmp_path / "c")) == f"PaddleNLP, tensor parallel {ranks}, pipeline {stages}"
+    assert str(detect(tmp_path / "c")) == f"PaddleNLP, tensor parallel {ranks}, pipeline {stages}"
     assert_same(tmp_path / "c", model)
 
 
@@ -94,7 +94,10 @@ def test_unified_safetensors(tmp_path, fused, bfloat16):
     (tmp_path / "c/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert_same(tmp_path / "c", model, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     (tmp_path / "c/model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(GptlmError, match="model-00002-of-00002.safetensors"), opened(tmp_path / "c", Asked()):
+    with (
+        pytest.raises(GptlmError, match="model-00002-of-00002.safetensors"),
+        open_checkpoint(tmp_path / "c", ReadOptions()),
+    ):
         pass
 
 
@@ -112,7 +115,7 @@ def test_arrays_in_pieces_and_named_arrays(tmp_path):
     assert_same(tmp_path / "c", model)
     content.pop(f"{big}@@.1")
     (tmp_path / "c/model_state.pdparams").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(GptlmError, match=f"lacks {big}@@.1, a piece of"), opened(tmp_path / "c", Asked()):
+    with pytest.raises(GptlmError, match=f"lacks {big}@@.1, a part of"), open_checkpoint(tmp_path / "c", ReadOptions()):
         pass
 
 
@@ -133,10 +136,10 @@ def test_fleetx_folders(tmp_path, ranks):
         place = [f"mp_{rank:02d}_sharding_{shard:02d}_pp_00" for shard in range(2)] if ranks > 1 else ["."]
         for name in place:
             write_pdparams(folder / name / "model.pdparams", paddle_tensors(model, True, rank, ranks))
-    assert str(recognise(folder)) == f"FleetX, tensor parallel {ranks}, pipeline 1, step 500"
-    with pytest.raises(GptlmError, match="give --num_attention_heads"), opened(folder, Asked()):
+    assert str(detect(folder)) == f"FleetX, tensor parallel {ranks}, pipeline 1, step 500"
+    with pytest.raises(GptlmError, match="give --num_attention_heads"), open_checkpoint(folder, ReadOptions()):
         pass
-    assert_same(folder, model, Asked(num_attention_heads=HEADS))
+    assert_same(folder, model, ReadOptions(num_attention_heads=HEADS))
 
 
 def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
@@ -155,7 +158,7 @@ def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
         if stage:
             tensors |= {f"5.norm.{kind}": whole[f"gpt.decoder.norm.{kind}"] for kind in ("weight", "bias")}
         write_pdparams(tmp_path / f"epoch_0_step_1/mp_00_sharding_00_pp_{stage:02d}/model.pdparams", tensors)
-    assert_same(tmp_path / "epoch_0_step_1", model, Asked(num_attention_heads=HEADS))
+    assert_same(tmp_path / "epoch_0_step_1", model, ReadOptions(num_attention_heads=HEADS))
 
 
 @pytest.mark.parametrize(
@@ -164,13 +167,13 @@ def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
         ({"hidden_act": "relu"}, "its activation is 'relu'"),
         ({"tie_word_embeddings": False}, "untied"),
         ({"num_experts": 4}, "mixture of experts"),
-        ({"normalize_before": False}, "norms after the residual"),
+        ({"normalize_before": False}, "norms after the residual connection"),
     ],
 )
 def test_other_networks_are_refused_by_name(tmp_path, more, says):
     write_config(tmp_path, **more)
     write_pdparams(tmp_path / "model_state.pdparams", paddle_tensors(stock(), True))
-    with pytest.raises(GptlmError, match=says), opened(tmp_path, Asked()):
+    with pytest.raises(GptlmError, match=says), open_checkpoint(tmp_path, ReadOptions()):
         pass
 
 
@@ -182,7 +185,7 @@ def test_what_is_wrong_with_tensors_is_named(tmp_path):
         tensors = paddle_tensors(stock(), True)
         change(tensors)
         write_pdparams(path, tensors)
-        with pytest.raises(GptlmError, match=match), opened(tmp_path, Asked()) as source:
+        with pytest.raises(GptlmError, match=match), open_checkpoint(tmp_path, ReadOptions()) as source:
             list(source.weights())
 
     layer = "gpt.decoder.layers.2."
@@ -193,10 +196,10 @@ def test_what_is_wrong_with_tensors_is_named(tmp_path):
         lambda t: t.update({f"{layer}gate.weight": torch.ones(1)}),
     )
     fails(
-        r"transformer.h.2.ln_1.bias is \(3,\), expected \(16,\)",
+        r"transformer.h.2.ln_1.bias has shape \(3,\), expected \(16,\)",
         lambda t: t.update({f"{layer}norm1.bias": torch.ones(3)}),
     )
-    fails("its head is not the embedding", lambda t: t.update({"lm_head.weight": torch.ones(VOCABULARY, 16)}))
+    fails("its output head is not the embedding", lambda t: t.update({"lm_head.weight": torch.ones(VOCABULARY, 16)}))
     write_pdparams(path, paddle_tensors(stock(), True) | {"lm_head.weight": stock().lm_head.weight.detach()})
     assert_same(tmp_path, stock())
 
@@ -204,7 +207,10 @@ def test_what_is_wrong_with_tensors_is_named(tmp_path):
 def test_a_missing_tensor_rank_is_named(tmp_path):
     write_config(tmp_path)
     write_pdparams(tmp_path / "model_state.tp01.pdparams", paddle_tensors(stock(), True, 1, 2))
-    with pytest.raises(GptlmError, match="lacks model_state.tp00_pp00.pdparams"), opened(tmp_path, Asked()):
+    with (
+        pytest.raises(GptlmError, match="lacks model_state.tp00_pp00.pdparams"),
+        open_checkpoint(tmp_path, ReadOptions()),
+    ):
         pass
 
 
@@ -216,7 +222,7 @@ def test_what_is_written_has_paddles_layout(tmp_path, fused, pdparams):
     (tmp_path / "in").mkdir()
     model.save_pretrained(tmp_path / "in")
     (tmp_path / "out").mkdir()
-    with opened(tmp_path / "in", Asked()) as source:
+    with open_checkpoint(tmp_path / "in", ReadOptions()) as source:
         write_paddle(source, tmp_path / "out", fused=fused, pdparams=pdparams, dtype=None, done=lambda: None)
     if pdparams:
         content = pickle.loads((tmp_path / "out/model_state.pdparams").read_bytes())

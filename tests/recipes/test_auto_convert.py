@@ -139,7 +139,7 @@ def test_what_cannot_be_converted_is_said(work, capsys):
     assert "has to be converted first" in capsys.readouterr().err and not (work / "cache").exists()
     assert main(["pretrain", *words]) == 1
     said = capsys.readouterr().err
-    assert "does not say how many heads" in said and "gptlm convert --from . has such flags" in said
+    assert "does not contain the number of heads" in said and "gptlm convert --from . has these arguments" in said
     assert not list((work / "cache/gptlm/converted").glob("[!.]*"))
 
 
@@ -152,7 +152,7 @@ def test_megatrons_own_command_goes_on(work, capsys):
         "--split 90,10,0 --load old --save new --device cpu"
     )
     assert main(["pretrain", *words.split()]) == 0, capsys.readouterr().err
-    assert "cut from 256 rows to 50" in capsys.readouterr().out
+    assert "reduced from 256 rows to 50" in capsys.readouterr().out
     trained = load_file("new/model.safetensors")
     assert trained["transformer.wte.weight"].shape == (128, 16)
     assert torch.allclose(trained["transformer.wte.weight"][:50], stock().transformer.wte.weight, rtol=0, atol=1e-6)
@@ -182,7 +182,7 @@ def test_paddles_adapters_are_merged_trained_and_predicted_with(old, capsys):
     assert main(["sft", *words, *more, "--tgt_length", "8", "--device", "cpu"]) == 0, capsys.readouterr().err
     assert json.loads((old / "lora/adapter_config.json").read_text())["r"] == 6
     assert main(["predict", "--model_name_or_path", "adapters", "--prompt", "the", "--device", "cpu"]) == 1
-    assert "adapters holds adapters of PaddleNLP, not a model" in capsys.readouterr().err
+    assert "adapters contains adapters of PaddleNLP, not a model" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_comes_later_is_taken(tmp_path):

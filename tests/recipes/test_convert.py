@@ -91,7 +91,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
     said = capsys.readouterr()
     text = said.out + said.err
     assert "is a checkpoint of Megatron-LM, tensor parallel 2, pipeline 1, step 100" in text
-    assert "cut from 256 rows to 50 (--vocab_size)" in text and "no tokenizer is put beside the weights" in text
+    assert "reduced from 256 rows to 50 (--vocab_size)" in text and "no tokenizer is saved with the weights" in text
     assert torch.equal(weights(tmp_path / "b")["transformer.wte.weight"], stock().transformer.wte.weight)
 
 
@@ -104,8 +104,8 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
         ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),
         ("--from a --output a", 2, "is not empty"),
-        ("--from nowhere --output b", 1, "--from nowhere: there is no such folder or file"),
-        ("--from empty --output b", 1, "is no checkpoint that is known"),
+        ("--from nowhere --output b", 1, "--from nowhere: there is no such folder, file or built-in model"),
+        ("--from empty --output b", 1, "is not a known checkpoint"),
         ("--from snapshot --output b", 1, "is a OneFlow snapshot"),
         ("--from dist --output b", 1, "distributed checkpoint of megatron-core"),
         ("--from a --output b --tokenizer_name_or_path empty", 1, "holds no tokenizer"),
@@ -133,8 +133,8 @@ def test_untied_and_unknown_tensors_of_huggingface_are_refused(folder, capsys):
     stored = weights(folder / "a")
     words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
     for more, says in (
-        ({"lm_head.weight": torch.ones(VOCABULARY, 16)}, "its head is not the embedding"),
-        ({"transformer.h.9.ln_1.bias": torch.ones(16)}, "holds transformer.h.9.ln_1.bias"),
+        ({"lm_head.weight": torch.ones(VOCABULARY, 16)}, "its output head is not the embedding"),
+        ({"transformer.h.9.ln_1.bias": torch.ones(16)}, "contains transformer.h.9.ln_1.bias"),
     ):
         save_file({**stored, **more}, folder / "a/model.safetensors", {"format": "pt"})
         assert main(words) == 1 and says in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_ranks_that_are_mixed_up_are_found(folder, capsys):
     (folder / "aside").rename(other)
     capsys.readouterr()
     assert convert(folder, "--from", folder / "m", "--output", folder / "b") == 1
-    assert "the tensor ranks are mixed up" in capsys.readouterr().err
+    assert "the tensor-parallel ranks are mixed up" in capsys.readouterr().err
 
 
 def test_more_layers_than_the_configuration_says_are_refused(folder, capsys):
@@ -198,14 +198,14 @@ def test_more_layers_than_the_configuration_says_are_refused(folder, capsys):
     (folder / "p" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     capsys.readouterr()
     assert convert(folder, "--from", folder / "p", "--output", folder / "b") == 1
-    assert "holds layer 3 (the first is 0), its configuration says 3 layers" in capsys.readouterr().err
+    assert "contains layer 3 (the first is 0), but its configuration has 3 layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--num_attention_heads 3", f"--num_attention_heads 3: the checkpoint has {HEADS}; leave it out"),
-        ("--activation gelu", "--activation gelu: the checkpoint says gelu_new; leave it out"),
+        ("--activation gelu", "--activation gelu: the checkpoint has gelu_new; leave it out"),
         ("--consumed_samples 4", "--consumed_samples goes with --with_optimizer"),
     ],
 )
@@ -224,7 +224,7 @@ def test_weights_of_several_precisions_keep_the_widest(folder, capsys):
     save_file(changed | {"transformer.ln_f.weight": torch.ones(stored["transformer.ln_f.weight"].shape).long()},
               folder / "a" / "model.safetensors", {"format": "pt"})  # fmt: skip
     assert convert(folder, "--from", folder / "a", "--output", folder / "c") == 1
-    assert "transformer.ln_f.weight is torch.int64, expected a tensor of floating-point" in capsys.readouterr().err
+    assert "transformer.ln_f.weight is torch.int64, expected a floating-point tensor" in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_named(folder, capsys):
@@ -232,4 +232,4 @@ def test_numbers_that_are_not_finite_are_named(folder, capsys):
     stored["transformer.ln_f.bias"][0] = torch.nan
     save_file(stored, folder / "a" / "model.safetensors", {"format": "pt"})
     assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 1
-    assert "the weights hold NaN or infinity" in capsys.readouterr().err
+    assert "the weights contain NaN or infinity" in capsys.readouterr().err

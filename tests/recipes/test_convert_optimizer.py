@@ -194,10 +194,10 @@ def test_what_has_no_optimizer_is_said(run, tmp_path, capsys):
     write_pdparams(tmp_path / "p/model_state.pdparams", paddle_tensors(stock(), True))
     stock().save_pretrained(tmp_path / "h")
     for name, says in (
-        ("m", "holds no optimizer that can be read"),
+        ("m", "contains no optimizer state that can be read"),
         ("d", "flat pieces over all ranks"),
-        ("p", "there is no optimizer (.pdopt) beside"),
-        ("h", "no optimizer is read from this kind of checkpoint (HuggingFace GPT-2)"),
+        ("p", "there is no optimizer file (.pdopt) beside"),
+        ("h", "optimizer states of this format (HuggingFace GPT-2) cannot be read"),
     ):
         command = ["convert", "--from", str(tmp_path / name), "--output", str(tmp_path / "new"), "--with_optimizer"]
         assert main(command) == 1
@@ -216,9 +216,7 @@ def test_moments_of_other_parameters_are_refused(run, tmp_path, capsys):
     states = adam["state"]
     states[0], states[1] = states[1], states[0]
     torch.save(content, file)
-    assert (
-        main(command) == 1 and "its optimizer orders parameters in a way that is not known" in capsys.readouterr().err
-    )
+    assert main(command) == 1 and "the order of the optimizer's parameters is not known" in capsys.readouterr().err
     adam["param_groups"][0]["params"].pop()
     torch.save(content, file)
     assert main(command) == 1 and "the optimizer has groups of [17, 34]" in capsys.readouterr().err

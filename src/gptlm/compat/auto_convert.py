@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gptlm.config.parser import Parsed
-from gptlm.conversion.detect import Found, find_foreign, holds_paddle_adapters
+from gptlm.conversion.detect import Found, find_external, holds_paddle_adapters
 from gptlm.errors import GptlmError, named
 from gptlm.model.files import ADAPTER_CONFIG
 
@@ -53,7 +53,7 @@ def take_external_model(parsed: Parsed) -> None:
         GptlmError: if the checkpoint is not whole.
     """
     name = parsed.value("model_name_or_path")
-    found = find_foreign(Path(name)) if name and Path(name).exists() else None
+    found = find_external(Path(name)) if name and Path(name).exists() else None
     if found is not None:
         folder = _converted(Path(name), found, parsed)
         parsed.note(f"{name} is a checkpoint of {found}; it is read from {folder}")
@@ -88,7 +88,7 @@ def take_external_start(parsed: Parsed) -> None:
     """
     for flag in ("load", "resume_from_checkpoint"):
         name = (parsed.value(flag) if flag in parsed.sources else None) or ""
-        found = find_foreign(Path(name)) if name and Path(name).exists() else None
+        found = find_external(Path(name)) if name and Path(name).exists() else None
         if found is None:
             continue
         source = parsed.sources[flag]

@@ -1,6 +1,7 @@
-"""The names and shapes of stock GPT-2's weights, which every checkpoint here is read as and written from.
+"""Names and shapes of stock GPT-2's weights: the format between all formats.
 
-Matrices are stored (in, out), as transformers' Conv1D keeps them; `c_attn` is [q | k | v], each heads x head size wide.
+Matrices are (in, out), as transformers' Conv1D stores them. The output dim of `c_attn` is [q | k | v], each of them
+[heads, head size].
 """
 
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from gptlm.model.presets import Shape
 
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
-LAST = ("transformer.ln_f.weight", "transformer.ln_f.bias")
+FINAL_NORM = ("transformer.ln_f.weight", "transformer.ln_f.bias")
 PARTS = tuple(
     f"{module}.{kind}"
     for module in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
@@ -24,31 +25,30 @@ def layer_names(layer: int) -> list[str]:
 
 
 def all_names(layers: int) -> Iterator[str]:
-    """Every weight of a model with `layers` layers, in order; the head is the embedding."""
-    yield WTE
-    yield WPE
+    """Every weight of a model with `layers` layers, in order. The output head shares WTE and has no name."""
+    yield from (WTE, WPE)
     for layer in range(layers):
         yield from layer_names(layer)
-    yield from LAST
+    yield from FINAL_NORM
 
 
 def layer_and_part(name: str) -> tuple[int | None, str]:
-    """(3, "mlp.c_fc.bias") of a layer's weight, (None, name) of another."""
+    """(3, "mlp.c_fc.bias") for a weight of layer 3, (None, name) for a weight outside the layers."""
     found = LAYER.match(name)
     return (int(found[1]), found[2]) if found else (None, name)
 
 
 def shape_of(name: str, shape: Shape) -> tuple[int, ...]:
     """The shape of the weight `name` in a model of `shape`."""
-    wide, inner = shape.hidden_size, shape.intermediate_size
+    hidden, inner = shape.hidden_size, shape.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
-        WTE: (shape.vocab_size, wide),
-        WPE: (shape.max_position_embeddings, wide),
-        "attn.c_attn.weight": (wide, 3 * wide),
-        "attn.c_attn.bias": (3 * wide,),
-        "attn.c_proj.weight": (wide, wide),
-        "mlp.c_fc.weight": (wide, inner),
+        WTE: (shape.vocab_size, hidden),
+        WPE: (shape.max_position_embeddings, hidden),
+        "attn.c_attn.weight": (hidden, 3 * hidden),
+        "attn.c_attn.bias": (3 * hidden,),
+        "attn.c_proj.weight": (hidden, hidden),
+        "mlp.c_fc.weight": (hidden, inner),
         "mlp.c_fc.bias": (inner,),
-        "mlp.c_proj.weight": (inner, wide),
+        "mlp.c_proj.weight": (inner, hidden),
     }
-    return shapes.get(layer_and_part(name)[1], (wide,))
+    return shapes.get(layer_and_part(name)[1], (hidden,))

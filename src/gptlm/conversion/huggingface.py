@@ -1,6 +1,6 @@
-"""Stock GPT-2 folders, read tensor by tensor and written as sharded safetensors."""
+"""Stock GPT-2 folders of transformers: the reader, and config.json for the writer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,66 +10,74 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names
 from gptlm.conversion.safe_pickle import read_torch
-from gptlm.conversion.source import GELUS, Asked, Source, check_variants
+from gptlm.conversion.source import ReadOptions, Source, check_variants
 from gptlm.errors import GptlmError
-from gptlm.model.files import read_config, shape_of_config
+from gptlm.model.files import CONFIG, read_config, shape_of_config
 from gptlm.model.safetensors_io import LazyTensors
 
 HEAD = "lm_head.weight"
+# Key of config.json -> (values that this package can compute, what any other means). The first three GELUs are equal.
 VARIANTS: dict[str, tuple[tuple[object, ...], str]] = {
-    "activation_function": ((None, *GELUS), "another activation"),
-    "tie_word_embeddings": ((None, True), "a head that is not the embedding (untied)"),
-    "scale_attn_weights": ((None, True), "attention without 1 / sqrt(size)"),
+    "activation_function": (
+        (None, "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu"),
+        "another activation function",
+    ),
+    "tie_word_embeddings": ((None, True), "an output head that is not the embedding (untied)"),
+    "scale_attn_weights": ((None, True), "attention without 1 / sqrt(head size)"),
     "scale_attn_by_inverse_layer_idx": ((None, False), "attention scaled by layer"),
     "add_cross_attention": ((None, False), "cross-attention"),
 }
 
 
 class HuggingFaceSource(Source):
-    """See the module.
+    """A folder with safetensors or pytorch_model.bin.
 
     Raises:
         GptlmError: if files are missing or damaged, or tensors are missing or unknown.
     """
 
-    def __init__(self, found: Found, asked: Asked):
+    def __init__(self, found: Found, options: ReadOptions):
         super().__init__(found)
-        config = found.folder / "config.json"
-        self.arguments = read_config(config)
+        self.arguments = read_config(found.folder / CONFIG)
         check_variants(self.arguments, VARIANTS, found.folder)
-        self.shape = shape_of_config(config)
+        self.shape = shape_of_config(found.folder / CONFIG)
         self.activation = self.arguments.get("activation_function") or "gelu_new"
         self.epsilon = float(self.arguments.get("layer_norm_epsilon", 1e-5))
-        self.dropouts = tuple(float(self.arguments.get(key, 0.1)) for key in ("resid_pdrop", "attn_pdrop"))  # type: ignore[assignment]
-        self._tensors = _opened(found.files[0])
+        hidden, attention = (float(self.arguments.get(key, 0.1)) for key in ("resid_pdrop", "attn_pdrop"))
+        self.dropouts = (hidden, attention)
+        self.tensors = _tensors_in(found.files[0])
         self._check_names()
-        if asked.vocab_size:
-            self.cut_vocabulary(self.shape.vocab_size, None, asked, "")
+        if options.vocab_size:
+            self.set_vocabulary(self.shape.vocab_size, None, options, "")
 
     def read(self, name: str) -> Tensor:
-        stored = name if name in self._tensors else name.removeprefix("transformer.")  # the oldest files lack it
-        if stored not in self._tensors:
-            raise GptlmError(f"{self.found.folder} lacks {name}; its weights are not whole")
-        return self._tensors[stored]
+        stored = name if name in self.tensors else name.removeprefix("transformer.")  # as in the oldest files
+        if stored not in self.tensors:
+            raise GptlmError(f"{self.found.folder} lacks {name}; copy it again")
+        return self.tensors[stored]
 
     def _check_names(self) -> None:
-        known = set(all_names(self.shape.num_hidden_layers))
-        for name in self._tensors:
+        known = {HEAD, *all_names(self.shape.num_hidden_layers)}
+        for name in self.tensors:
             full = name if name.startswith("transformer.") or name == HEAD else f"transformer.{name}"
-            if full not in known and name != HEAD and not full.endswith((".attn.bias", ".attn.masked_bias")):
-                raise GptlmError(f"{self.found.folder} holds {name}, which GPT-2 of {len(known)} tensors does not have")
-        if HEAD in self._tensors and not torch.equal(self.read(HEAD), self.read(WTE)):
-            raise GptlmError(f"{self.found.folder} is of another network than GPT-2: its head is not the embedding")
+            # causal masks, which older versions saved as buffers
+            if full not in known and not full.endswith((".attn.bias", ".attn.masked_bias")):
+                raise GptlmError(
+                    f"{self.found.folder} contains {name}, which GPT-2 with {self.shape.num_hidden_layers} layers "
+                    "does not have"
+                )
+        if HEAD in self.tensors and not torch.equal(self.read(HEAD), self.read(WTE)):
+            raise GptlmError(f"{self.found.folder} is not GPT-2: its output head is not the embedding (untied)")
 
 
-def _opened(paths: Sequence[Path]) -> Mapping[str, Tensor]:
+def _tensors_in(paths: tuple[Path, ...]) -> Mapping[str, Tensor]:
     if paths[0].suffix == ".safetensors":
         return LazyTensors(paths)
     tensors: dict[str, Tensor] = {}
     for path in paths:
         content = read_torch(path)
         if not isinstance(content, dict):
-            raise GptlmError(f"{path} holds a {type(content).__name__}, expected names and tensors")
+            raise GptlmError(f"{path} contains a {type(content).__name__}, expected names and tensors")
         tensors |= content
     return tensors
 

@@ -1,8 +1,8 @@
-"""LoRA adapters of PaddleNLP and of PEFT, both ways, exactly.
+"""Convert LoRA adapters between PaddleNLP's and PEFT's formats, both ways, exactly.
 
-PaddleNLP keeps lora_A (in, r) and lora_B (r, out) (peft/lora), PEFT their transposes. Where q, k and v are apart, their
-three rank-r adapters become one of rank 3 r on c_attn: A = [A_q; A_k; A_v], B = blockdiag(B_q, B_k, B_v). As files have
-one rank, the other adapters are filled up with zeros and alpha grows with the rank, so that alpha / r stays.
+PaddleNLP (peft/lora) stores lora_A as (in, r) and lora_B as (r, out), PEFT their transposes. The rank-r adapters of
+separate q, k and v become one of rank 3 r on c_attn: A = [A_q; A_k; A_v], B = blockdiag(B_q, B_k, B_v). A file has one
+rank, so the other adapters are padded with zeros, and alpha grows with the rank: alpha / r stays.
 """
 
 import json
@@ -17,51 +17,57 @@ from torch import Tensor
 
 from gptlm.conversion.detect import PADDLE_ADAPTERS, holds_paddle_adapters
 from gptlm.conversion.gpt2_names import layer_and_part
-from gptlm.conversion.paddle import names as words
-from gptlm.conversion.paddle.arrays import tensors_of
-from gptlm.conversion.paddle.read import configuration, gpt2_name
-from gptlm.conversion.paddle.write import THEIRS, as_array
-from gptlm.conversion.source import first
-from gptlm.errors import GptlmError
+from gptlm.conversion.paddle.layout import SPLIT_QKV, WRITTEN, gpt2_name, qkv_by_head, qkv_by_kind, to_array
+from gptlm.conversion.paddle.read import configuration, read_tensors
+from gptlm.errors import GptlmError, named
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 from gptlm.model.safetensors_io import LazyTensors, save_tensors
 
 PADDLE_CONFIG = "lora_config.json"
-PLAIN = {"use_dora": (None, False), "use_rslora": (None, False), "bias": (None, "none"), "rank_pattern": (None, {})}
-ODD = ("rslora", "pissa", "lorapro", "trainable_bias", "lora_use_mixer", "use_mora", "nola")  # other maths there
-BOTH = ("attn.c_proj", "mlp.c_proj")
+# PEFT's settings of plain LoRA, and PaddleNLP's switches of variants that compute something else.
+PEFT_PLAIN = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+}
+PADDLE_VARIANTS = ("rslora", "pissa", "lorapro", "trainable_bias", "lora_use_mixer", "use_mora", "nola")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One adapter: a (r, in), b (out, r); the weight (in, out) grows by scale x (b a) transposed."""
+class LowRank:
+    """One adapter: `a` (r, in), `b` (r -> out: (out, r)). The weight (in, out) changes by scale * (b a)^T."""
 
     a: Tensor
     b: Tensor
 
+    def padded(self, rank: int) -> "LowRank":
+        """The same adapter with zeros up to `rank`."""
+        more = rank - len(self.a)
+        a = torch.cat([self.a, self.a.new_zeros(more, self.a.shape[1])])
+        return LowRank(a, torch.cat([self.b, self.b.new_zeros(len(self.b), more)], dim=1))
+
 
 @dataclass(frozen=True)
 class Adapters:
-    """`pairs` by module, such as "transformer.h.0.attn.c_attn"; their common scale; the model they belong to."""
+    """`modules` by name, such as "transformer.h.0.attn.c_attn"; their common scale alpha / r; their base model."""
 
-    pairs: dict[str, Pair]
+    modules: dict[str, LowRank]
     scale: float
     base: str
 
-    def change(self, module: str) -> Tensor:
-        """What the adapter adds to the weight of `module`, (in, out) in float64."""
-        pair = self.pairs[module]
-        return self.scale * (pair.b.double() @ pair.a.double()).t()
+    def delta(self, module: str) -> Tensor:
+        """What the adapter adds to the weight of `module`: (in, out) in float64."""
+        adapter = self.modules[module]
+        return self.scale * (adapter.b.double() @ adapter.a.double()).t()
 
-    def of_one_rank(self) -> tuple[int, dict[str, Pair]]:
-        """The highest rank, and every pair filled up to it with zeros."""
-        rank = max(len(pair.a) for pair in self.pairs.values())
-        return rank, {module: _filled(pair, rank) for module, pair in self.pairs.items()}
+    def max_rank(self) -> int:
+        return max(len(adapter.a) for adapter in self.modules.values())
 
 
-def kind_of(folder: Path) -> str | None:
-    """Whose adapters `folder` holds: paddle, peft, or None."""
+def format_of(folder: Path) -> str | None:
+    """The format of the adapters in `folder`: "paddle", "peft", or None without adapters."""
     if holds_paddle_adapters(folder) or (folder / PADDLE_CONFIG).is_file():
         return "paddle"
     return "peft" if (folder / ADAPTER_CONFIG).is_file() else None
@@ -71,59 +77,59 @@ def read_paddle(folder: Path, heads: int | None) -> Adapters:
     """The adapters that PaddleNLP wrote into `folder`.
 
     Args:
-        heads: of the model, where qkv_proj is one and `folder` has no config.json.
+        heads: of the model, for a fused qkv_proj where `folder` has no config.json.
 
     Raises:
-        GptlmError: if files are missing or damaged, or the adapters are of another kind.
+        GptlmError: if files are missing or damaged, or the adapters are not plain LoRA.
     """
-    settings = _settings(folder)
+    settings = _paddle_settings(folder)
     weights = next((folder / name for name in PADDLE_ADAPTERS if (folder / name).is_file()), None)
     if weights is None:
-        raise GptlmError(f"{folder} holds no {PADDLE_ADAPTERS[0]}; copy the adapters again")
-    heads = first(configuration(folder), words.SIZES["num_attention_heads"]) or heads
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors_of(weights).items():
-        place, _, kind = name.rpartition(".lora_")
+        raise GptlmError(f"{folder} has no {PADDLE_ADAPTERS[0]}; copy the adapters again")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_tensors(weights).items():
+        place, _, half = name.rpartition(".lora_")
         own = gpt2_name(f"{place}.weight")
-        if kind not in ("A", "B") or own is None:
-            raise GptlmError(f"{weights} holds {name}, which is no adapter of GPT-2's layers")
-        found.setdefault(own.removesuffix(".weight"), {})[kind] = tensor.t()
-    lacking = next((module for module, pair in found.items() if len(pair) < 2), None)
-    if lacking or not found:
-        raise GptlmError(f"{weights} lacks one half of {lacking}" if lacking else f"{weights} holds no adapters")
-    pairs = {module: Pair(pair["A"], pair["B"]) for module, pair in found.items()}
+        _check_half(half, own, name, weights)
+        halves.setdefault(str(own).removesuffix(".weight"), {})[half] = tensor.t()
+    modules = _paired(halves, weights)
+    heads = configuration(folder).get("num_attention_heads") or heads
     scale = float(settings["lora_alpha"]) / settings["r"]
-    return Adapters(_with_c_attn(pairs, heads, folder), scale, str(settings.get("base_model_name_or_path") or ""))
+    return Adapters(_merge_qkv(modules, heads, folder), scale, str(settings.get("base_model_name_or_path") or ""))
 
 
 def read_peft(folder: Path) -> Adapters:
     """The adapters in PEFT's `folder`.
 
     Raises:
-        GptlmError: if files are missing or damaged, or the adapters are of another kind.
+        GptlmError: if files are missing or damaged, or the adapters are not plain LoRA.
     """
     settings = read_adapter_config(folder)
-    for key, plain in PLAIN.items():
+    for key, plain in PEFT_PLAIN.items():
         if settings.get(key) not in plain:
-            raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain ones are converted")
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in LazyTensors([folder / ADAPTER_WEIGHTS]).items():
-        place, _, kind = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if kind not in ("A", "B") or layer_and_part(f"{place}.weight")[0] is None:
-            raise GptlmError(f"{folder / ADAPTER_WEIGHTS} holds {name}, which is no adapter of GPT-2's layers")
-        found.setdefault(place, {})[kind] = tensor
-    pairs = {module: Pair(pair["A"], pair["B"]) for module, pair in found.items()}
+            raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain LoRA is converted")
+    weights = folder / ADAPTER_WEIGHTS
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in LazyTensors([weights]).items():
+        module, _, half = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
+        in_layer = layer_and_part(f"{module}.weight")[0] is not None
+        _check_half(half, module if in_layer else None, name, weights)
+        halves.setdefault(module, {})[half] = tensor
     scale = settings["lora_alpha"] / settings["r"]
-    return Adapters(pairs, scale, str(settings.get("base_model_name_or_path") or ""))
+    return Adapters(_paired(halves, weights), scale, str(settings.get("base_model_name_or_path") or ""))
 
 
 def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> None:
-    """A plain PEFT folder for stock GPT-2, whose matrices are (in, out) (`fan_in_fan_out`)."""
-    rank, pairs = adapters.of_one_rank()
+    """Write a PEFT folder for stock GPT-2, whose matrices are (in, out): `fan_in_fan_out`."""
+    rank = adapters.max_rank()
     tensors = {}
-    for module, pair in pairs.items():
-        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.a.to(dtype or pair.a.dtype)
-        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.b.to(dtype or pair.b.dtype)
+    for module, adapter in adapters.modules.items():
+        for half, tensor in zip("AB", (adapter.padded(rank).a, adapter.padded(rank).b)):
+            tensors[f"{PEFT_PREFIX}{module}.lora_{half}.weight"] = tensor.to(dtype or tensor.dtype)
+    parts = {layer_and_part(module)[1] for module in adapters.modules}
+    # PEFT matches suffixes: "c_proj" means both of attn.c_proj and mlp.c_proj, so one of them needs its full name
+    both = {"attn.c_proj", "mlp.c_proj"} <= parts
+    targets = {part if part.endswith("c_proj") and not both else part.split(".")[-1] for part in parts}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,7 +137,7 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
         "r": rank,
         "lora_alpha": adapters.scale * rank,
         "lora_dropout": 0.0,
-        "target_modules": _targets(pairs),
+        "target_modules": sorted(targets),
         "fan_in_fan_out": True,
         "bias": "none",
         "inference_mode": True,
@@ -141,22 +147,27 @@ def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> N
 
 
 def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, heads: int | None) -> None:
-    """PaddleNLP's form; `heads` given: for a model with one qkv_proj, None: q, k and v apart, which share A."""
-    rank, pairs = adapters.of_one_rank()
+    """Write PaddleNLP's format.
+
+    Args:
+        heads: given: for a model with a fused qkv_proj; None: with separate q, k and v, which get the same A.
+    """
+    rank = adapters.max_rank()
     arrays: dict[str, np.ndarray] = {}
     targets = set()
-    for module, pair in pairs.items():
+    for module, adapter in adapters.modules.items():
         layer, part = layer_and_part(module)
-        places = {THEIRS[part]: pair.b}
+        a, b = adapter.padded(rank).a, adapter.padded(rank).b
+        outputs = {WRITTEN[part]: b}
         if part == "attn.c_attn" and heads is None:
-            places = dict(zip(words.SEPARATE, pair.b.chunk(3, dim=0)))
-        elif part == "attn.c_attn":  # rows [3, heads, size] -> [heads, 3, size]
-            places = {words.FUSED: pair.b.unflatten(0, (3, heads or 1, -1)).transpose(0, 1).flatten(0, 2)}
-        for place, b in places.items():
-            name = f"gpt.decoder.layers.{layer}.{place}"
-            arrays[f"{name}.lora_A"] = as_array(pair.a.t().to(dtype or pair.a.dtype))
-            arrays[f"{name}.lora_B"] = as_array(b.t().to(dtype or b.dtype))
-            targets.add(f".*{place.split('.')[-1]}.*")
+            outputs = {f"self_attn.{name}": rows for name, rows in zip(SPLIT_QKV, b.chunk(3))}
+        elif part == "attn.c_attn":
+            outputs = {WRITTEN[part]: qkv_by_head(b, heads or 1, 0)}
+        for name, rows in outputs.items():
+            prefix = f"gpt.decoder.layers.{layer}.{name}"
+            arrays[f"{prefix}.lora_A"] = to_array(a.t().to(dtype or a.dtype))
+            arrays[f"{prefix}.lora_B"] = to_array(rows.t().to(dtype or rows.dtype))
+            targets.add(f".*{name.split('.')[-1]}.*")
     config = {
         "r": rank,
         "lora_alpha": adapters.scale * rank,
@@ -171,18 +182,18 @@ def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, he
         pickle.dump(arrays, file, protocol=4)
 
 
-def largest_difference(one: Adapters, other: Adapters) -> float:
-    """Of what the two add to any weight.
+def max_difference(one: Adapters, other: Adapters) -> float:
+    """The largest difference of what the two add to any weight.
 
     Raises:
-        GptlmError: if they are on different modules.
+        GptlmError: if they have different modules.
     """
-    if one.pairs.keys() != other.pairs.keys():
-        raise GptlmError("the converted adapters are on other modules; the result is not to be used")
-    return max(float((one.change(module) - other.change(module)).abs().max()) for module in one.pairs)
+    if one.modules.keys() != other.modules.keys():
+        raise GptlmError("the converted adapters have other modules than the original; do not use the result")
+    return max(float((one.delta(module) - other.delta(module)).abs().max()) for module in one.modules)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _paddle_settings(folder: Path) -> dict[str, Any]:
     path = folder / PADDLE_CONFIG
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -191,50 +202,46 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise GptlmError(f"{path} cannot be read ({error!r}); copy the adapters again") from error
     if not isinstance(rank, int) or rank < 1 or not alpha > 0:
         raise GptlmError(f"{path} is damaged: r is {rank!r}, lora_alpha {alpha:g}; copy the adapters again")
-    odd = next((key for key in ODD if settings.get(key)), None)
-    if odd:
-        raise GptlmError(f"the adapters in {folder} have {odd} = {settings[odd]!r}; only plain ones are converted")
+    variant = next((key for key in PADDLE_VARIANTS if settings.get(key)), None)
+    if variant:
+        raise GptlmError(
+            f"the adapters in {folder} have {variant} = {settings[variant]!r}; only plain LoRA is converted"
+        )
     return settings
 
 
-def _with_c_attn(pairs: dict[str, Pair], heads: int | None, folder: Path) -> dict[str, Pair]:
-    """q, k and v as blocks of c_attn; a fused adapter with its rows by kind."""
-    result = {m: pair for m, pair in pairs.items() if not m.endswith((".attn.c_attn", *words.SPLIT))}
-    for module in sorted({m.rpartition(".")[0] for m in pairs if m.endswith((".attn.c_attn", *words.SPLIT))}):
-        fused = pairs.get(f"{module}.c_attn")
+def _check_half(half: str, module: str | None, name: str, path: Path) -> None:
+    if half not in ("A", "B") or module is None:
+        raise GptlmError(f"{path} contains {name}, which is not a LoRA adapter of GPT-2's layers")
+
+
+def _paired(halves: dict[str, dict[str, Tensor]], path: Path) -> dict[str, LowRank]:
+    incomplete = next((module for module, pair in halves.items() if len(pair) < 2), None)
+    if incomplete or not halves:
+        raise GptlmError(f"{path} lacks one half of {incomplete}" if incomplete else f"{path} contains no adapters")
+    return {module: LowRank(pair["A"], pair["B"]) for module, pair in halves.items()}
+
+
+def _merge_qkv(modules: dict[str, LowRank], heads: int | None, folder: Path) -> dict[str, LowRank]:
+    """`modules` with separate q, k and v as blocks of c_attn, and the rows of a fused one in stock GPT-2's order."""
+    parts = ("c_attn", *SPLIT_QKV)
+    result = {name: adapter for name, adapter in modules.items() if not name.endswith(parts)}
+    for attention in sorted({name.rpartition(".")[0] for name in modules if name.endswith(parts)}):
+        fused = modules.get(f"{attention}.c_attn")
         if fused is None:
-            result[f"{module}.c_attn"] = _blocks([pairs.get(f"{module}.{part}") for part in words.SPLIT])
-            continue
-        if not heads or len(fused.b) % (3 * heads):
-            raise GptlmError(f"{folder} does not say how many heads: give --num_attention_heads")
-        rows = fused.b.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-        result[f"{module}.c_attn"] = Pair(fused.a, rows)
+            result[f"{attention}.c_attn"] = _blocks([modules.get(f"{attention}.{part}") for part in SPLIT_QKV])
+        elif not heads or len(fused.b) % (3 * heads):
+            raise GptlmError(f"{folder} does not contain the number of heads; give --{named('num_attention_heads')}")
+        else:
+            result[f"{attention}.c_attn"] = LowRank(fused.a, qkv_by_kind(fused.b, heads, 0))
     return result
 
 
-def _blocks(parts: list[Pair | None]) -> Pair:
-    """Block adapter of q, k and v; one that is not there adds nothing."""
-    there = [part for part in parts if part is not None]
-    width = len(there[0].b)
-    a = torch.cat([part.a for part in there])
-    rows, place = [], 0
-    for part in parts:
-        row = a.new_zeros(width, len(a))
-        if part is not None:
-            row[:, place : place + len(part.a)] = part.b
-            place += len(part.a)
-        rows.append(row)
-    return Pair(a, torch.cat(rows))
-
-
-def _filled(pair: Pair, rank: int) -> Pair:
-    more = rank - len(pair.a)
-    a = torch.cat([pair.a, pair.a.new_zeros(more, pair.a.shape[1])])
-    return Pair(a, torch.cat([pair.b, pair.b.new_zeros(len(pair.b), more)], dim=1))
-
-
-def _targets(pairs: dict[str, Pair]) -> list[str]:
-    """Names of modules as PEFT takes them: the shortest that mean these and no others."""
-    parts = {layer_and_part(module)[1] for module in pairs}
-    both = set(BOTH) <= parts
-    return sorted({part.split(".")[-1] if both or part not in BOTH else part for part in parts})
+def _blocks(parts: list[LowRank | None]) -> LowRank:
+    """The block adapter of q, k and v; a missing one adds nothing."""
+    present = [part for part in parts if part is not None]
+    a = torch.cat([part.a for part in present])
+    b = torch.block_diag(*(part.b for part in present))
+    rows = iter(b.split(len(present[0].b)))
+    missing = a.new_zeros(len(present[0].b), len(a))
+    return LowRank(a, torch.cat([missing if part is None else next(rows) for part in parts]))

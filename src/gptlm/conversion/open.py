@@ -1,4 +1,4 @@
-"""The one way to a checkpoint: recognised, said, opened."""
+"""Open a checkpoint of any format: detect it, log what it is, return its reader."""
 
 import logging
 import zipfile
@@ -7,65 +7,58 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gptlm.conversion.detect import Found, is_zip_of_files, recognise
+from gptlm.conversion.detect import Found, detect, is_zip_of_files
 from gptlm.conversion.huggingface import HuggingFaceSource
-from gptlm.conversion.megatron.deepspeed import DeepSpeedLayers
-from gptlm.conversion.megatron.read import MegatronSource
+from gptlm.conversion.megatron.read import DeepSpeedLayers, MegatronSource
 from gptlm.conversion.paddle.read import PaddleSource, UnifiedSource
-from gptlm.conversion.source import Asked, Source
+from gptlm.conversion.source import ReadOptions, Source
 from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def opened(path: Path, asked: Asked, scratch: Path | None = None, *, speaks: bool = True) -> Iterator[Source]:
-    """The checkpoint in `path`; its kind and what was concluded are in the log.
+def open_checkpoint(
+    path: Path, options: ReadOptions, scratch: Path | None = None, *, log: bool = True
+) -> Iterator[Source]:
+    """The checkpoint in `path`.
 
     Args:
-        scratch: an existing folder to unpack a zip in; None: the system's.
-        speaks: say in the log what it is and what was concluded.
+        scratch: an existing folder to extract a zip into; None: the system's temporary folder.
+        log: log the format and the settings that were inferred.
 
     Raises:
-        GptlmError: if it is none, is damaged, or of another network than GPT-2.
+        GptlmError: if there is no checkpoint, or it is damaged, or it is not GPT-2.
     """
     with TemporaryDirectory(dir=scratch) as folder:
         if is_zip_of_files(path):
-            _unpack(path, Path(folder))
-            logger.info("%s is a zip of Megatron's folders; unpacked", path)
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    archive.extractall(folder)  # drops absolute paths and ".." in the names
+            except (OSError, zipfile.BadZipFile, EOFError) as error:
+                raise GptlmError(f"cannot extract {path}: {reason_of(error)}; copy or download it again") from error
+            logger.info("%s is a zip of Megatron's folders; extracted", path)
             path = Path(folder)
-        found = recognise(path)
-        source = _opened(found, asked)
-        for note in (f"{path} is a checkpoint of {found}", *source.notes) if speaks else ():
+        found = detect(path)
+        source = _reader_of(found, options)
+        for note in (f"{path} is a checkpoint of {found}", *source.notes) if log else ():
             logger.info("%s", note)
         yield source
 
 
-def _opened(found: Found, asked: Asked) -> Source:
+def _reader_of(found: Found, options: ReadOptions) -> Source:
+    reader: type[HuggingFaceSource | MegatronSource | PaddleSource]
+    if found.kind == "hf":
+        reader = HuggingFaceSource
+    elif found.kind in ("megatron", "megatron-deepspeed"):
+        reader = MegatronSource if found.arguments_file is None else DeepSpeedLayers
+    else:
+        reader = UnifiedSource if found.files[0][0].suffix == ".safetensors" else PaddleSource
     try:
-        return _source(found, asked)
+        return reader(found, options)
     except GptlmError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise GptlmError(
-            f"{found.folder} looks like a checkpoint of {found}, but its content is laid out otherwise ({error!r})"
+            f"{found.folder} has the files of a {found} checkpoint, but unexpected content ({error!r})"
         ) from error
-
-
-def _source(found: Found, asked: Asked) -> Source:
-    if found.kind == "hf":
-        return HuggingFaceSource(found, asked)
-    if found.kind == "megatron-deepspeed" and found.facts is not None:
-        return DeepSpeedLayers(found, asked)
-    if found.kind in ("megatron", "megatron-deepspeed"):
-        return MegatronSource(found, asked)
-    unified = found.files[0][0].suffix == ".safetensors"
-    return UnifiedSource(found, asked) if unified else PaddleSource(found, asked)
-
-
-def _unpack(path: Path, folder: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            archive.extractall(folder)  # which keeps inside the folder whatever the names are
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise GptlmError(f"{path} cannot be unpacked: {reason_of(error)}; copy or download it again") from error

@@ -1,38 +1,37 @@
-"""A checkpoint of any kind as stock GPT-2's weights, asked for by name and read one at a time."""
+"""The interface of every checkpoint reader: stock GPT-2's weights by name, one at a time."""
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names, layer_and_part, shape_of
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.model.presets import PRESETS, Shape
 
 logger = logging.getLogger(__name__)
 
-GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # HuggingFace's names; the first three are one formula
-
-WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
-DRIFT = 0.02  # how far copies of one weight may lie apart, as a share of the largest value
-BUILT_IN = [preset.shape for preset in PRESETS.values()]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHT, MASTER = "weight", "master"
+TOLERANCE = 0.02  # largest difference of two copies of a weight, relative to its largest absolute value
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user says of a checkpoint: what it does not say itself, and where its vocabulary is cut.
+class ReadOptions:
+    """What the user specifies about a checkpoint.
 
     Attributes:
-        vocab_size: true entries; the rows after them are padding.
-        num_attention_heads, activation: count where the checkpoint does not have them.
-        may_grow: `vocab_size` may be more than is stored, and is cut to that.
-        keep_padding: the embedding keeps the rows of padding, too, which take part in the loss.
+        vocab_size: entries without padding; later rows of the embedding are dropped.
+        num_attention_heads, activation: used where the checkpoint does not contain them.
+        keep_padding: keep the padding rows of the embedding. They take part in the loss (the softmax covers them), so
+            resuming with the optimizer needs them.
+        may_grow: allow a `vocab_size` above the stored rows; the model has the stored rows.
     """
 
     vocab_size: int | None = None
@@ -42,16 +41,24 @@ class Asked:
     may_grow: bool = False
 
 
+class Progress(NamedTuple):
+    """`optimizer_steps` is below `iterations` where float16 skipped steps; `consumed_samples` None: unknown."""
+
+    iterations: int
+    optimizer_steps: int
+    consumed_samples: int | None
+
+
 class Source(ABC):
-    """An opened checkpoint.
+    """An open checkpoint.
 
     Attributes:
-        shape: its sizes, with the true vocabulary.
-        activation: HuggingFace's name of it.
+        shape: its sizes; the vocabulary is without padding.
+        activation: HuggingFace's name of the activation function.
         epsilon: of the layer norms.
         dropouts: of hidden states and of attention.
-        notes: what was concluded, for the log.
-        arguments: everything it says of itself.
+        notes: lines for the log: sizes and settings that were inferred.
+        arguments: the checkpoint's own configuration.
     """
 
     shape: Shape
@@ -66,112 +73,137 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """The weight `name` in stock GPT-2's layout, the embedding with all stored rows."""
+        """The weight `name` in stock GPT-2's tensor layout; the embedding with all stored rows."""
 
     def get(self, name: str) -> Tensor:
-        """The weight `name`, contiguous, the embedding without rows of padding.
+        """The weight `name`, contiguous; the embedding without padding rows.
 
         Raises:
-            GptlmError: if it is missing or of another shape.
+            GptlmError: if it is missing or has another shape.
         """
-        wanted = shape_of(name, self.shape)
+        expected = shape_of(name, self.shape)
         try:
             tensor = self.read(name)
         except GptlmError:
             raise
-        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:  # odd or cut pieces
-            raise GptlmError(f"{self.found.folder}: the pieces of {name} do not fit together: {error}") from error
+        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:  # a rank's part is damaged
+            raise GptlmError(f"{self.found.folder}: the parts of {name} do not fit together: {error}") from error
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise GptlmError(f"{self.found.folder}: {name} is {kind}, expected a tensor of floating-point numbers")
-        if name == WTE and len(tensor) > wanted[0]:
-            tensor = tensor[: wanted[0]]
-        if tuple(tensor.shape) != wanted:
+            raise GptlmError(f"{self.found.folder}: {name} is {kind}, expected a floating-point tensor")
+        if name == WTE:
+            tensor = tensor[: expected[0]]
+        if tuple(tensor.shape) != expected:
             raise GptlmError(
-                f"{self.found.folder}: {name} is {tuple(tensor.shape)}, expected {wanted} by the checkpoint's sizes"
+                f"{self.found.folder}: {name} has shape {tuple(tensor.shape)}, expected {expected} from the "
+                "checkpoint's sizes"
             )
         return tensor.contiguous()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, in order."""
+        """Every weight with its name, in order."""
         for name in all_names(self.shape.num_hidden_layers):
             yield name, self.get(name)
 
-    def heads_by_size(self, layers: int, width: int) -> int:
-        """The heads of a checkpoint that does not say them: those of the built-in models of its sizes.
+    def progress(self) -> Progress:
+        """How far training got.
 
         Raises:
-            GptlmError: if there is none.
-        """
-        heads = usual_heads(layers, width)
-        if heads is None:
-            raise GptlmError(f"{self.found.folder} does not say how many heads: give --num_attention_heads")
-        self.notes.append(f"{heads} heads, as the built-in models with {layers} layers of {width} have")
-        return heads
-
-    def steps(self) -> tuple[int, int, int | None]:
-        """Iterations, updates that Adam's moments have seen, and samples consumed if it says them.
-
-        Raises:
-            GptlmError: if it has no optimizer that is read here.
+            GptlmError: if the checkpoint has no optimizer state that can be read.
         """
         raise GptlmError(
-            f"no optimizer is read from this kind of checkpoint ({self.found}); convert without --with_optimizer"
+            f"optimizer states of this format ({self.found}) cannot be read; convert without "
+            f"--{named('with_optimizer')}"
         )
 
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Name, kind ("exp_avg", "exp_avg_sq", "master") and value, laid out as the weight, of every state.
+    def optimizer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(weight's name, kind, value) of each state; kinds are MOMENTS and "master", the float32 copy of a weight.
 
         Raises:
-            GptlmError: if one is missing, or of another shape.
+            GptlmError: if one is missing or has another shape.
         """
         raise NotImplementedError
 
-    def cut_vocabulary(self, rows: int, true: int | None, asked: Asked, why: str) -> None:
-        """Settle `shape.vocab_size`: `rows` are stored, `true` is what the checkpoint knows.
+    def infer_heads(self, layers: int, hidden_size: int) -> int:
+        """The number of heads of the built-in models with these sizes, where they agree.
 
         Raises:
-            GptlmError: if more is asked for than is stored.
+            GptlmError: if there is no such model.
         """
-        size = asked.vocab_size or (rows if asked.keep_padding else true) or rows
-        if asked.vocab_size and size > rows and not asked.may_grow:
-            raise GptlmError(f"--vocab_size {size}: the embedding in {self.found.folder} has {rows} rows; give less")
-        size = min(size, rows)
-        self.shape = replace(self.shape, vocab_size=size)
-        if size < rows:
-            reason = "--vocab_size" if asked.vocab_size else why
-            self.notes.append(f"the embedding is cut from {rows} rows to {size} ({reason}); the others are padding")
-        elif true is None or true < rows:
-            self.notes.append(f"all {rows} rows of the embedding are kept (--vocab_size N cuts padding)")
+        shapes = [preset.shape for preset in PRESETS.values()]
+        same = [s for s in shapes if (s.num_hidden_layers, s.hidden_size) == (layers, hidden_size)]
+        heads = {shape.num_attention_heads for shape in same}
+        if len(heads) != 1:
+            raise GptlmError(
+                f"{self.found.folder} does not contain the number of heads; give --{named('num_attention_heads')}"
+            )
+        self.notes.append(
+            f"{min(heads)} heads, as in the built-in models with {layers} layers and hidden size {hidden_size}"
+        )
+        return heads.pop()
+
+    def set_vocabulary(self, rows: int, size: int | None, options: ReadOptions, reason: str) -> None:
+        """Set `shape.vocab_size`.
+
+        Args:
+            rows: stored rows of the embedding.
+            size: entries without padding, if the checkpoint contains that.
+            reason: where `size` comes from, for the log.
+
+        Raises:
+            GptlmError: if the user asks for more entries than there are rows.
+        """
+        asked = options.vocab_size
+        if asked and asked > rows and not options.may_grow:
+            raise GptlmError(
+                f"--{named('vocab_size')} {asked}: the embedding in {self.found.folder} has {rows} rows; give less"
+            )
+        kept = min(asked or (rows if options.keep_padding else size) or rows, rows)
+        self.shape = replace(self.shape, vocab_size=kept)
+        if kept < rows:
+            reason = "--vocab_size" if asked else reason
+            self.notes.append(f"embedding reduced from {rows} rows to {kept} ({reason}); the rest is padding")
+        elif size is None or size < rows:
+            self.notes.append(f"all {rows} rows of the embedding are kept (--vocab_size N drops padding)")
 
 
-class Sharded(Source):
-    """A checkpoint in groups of files (pipeline stages or layers), each cut over tensor ranks; one group is held.
+class ShardedSource(Source):
+    """A checkpoint in groups of files (pipeline stages or layers), each with one file per tensor-parallel rank.
+
+    One group is in memory at a time.
 
     Attributes:
-        kind: what is read: the weights, or a state of the optimizer laid out as they are.
+        kind: what is read now: the weights, or an optimizer state, which has the same layout.
     """
 
     def __init__(self, found: Found):
         super().__init__(found)
-        self._held: tuple[tuple[int, str], Sequence[Mapping[str, Tensor]]] | None = None
-        self._judged: set[int] = set()  # groups whose layers were counted
+        self._loaded: tuple[tuple[int, str], Sequence[Mapping[str, Tensor]]] | None = None
+        self._checked: set[int] = set()  # groups whose layer numbers were checked
         self.kind = WEIGHT
 
     @abstractmethod
     def group_of(self, name: str) -> int:
-        """The group that holds `name`."""
+        """The group that contains `name`."""
 
     @abstractmethod
     def load_group(self, group: int) -> Sequence[Mapping[str, Tensor]]:
-        """The stored pieces of each tensor rank by GPT-2's names."""
+        """For each tensor-parallel rank its parts by GPT-2's names."""
 
-    def has_masters(self) -> bool:
-        """Whether float32 copies of half-precision weights are among the states."""
-        return False
+    @abstractmethod
+    def merge(self, name: str, parts: list[Tensor]) -> Tensor:
+        """The whole weight in stock GPT-2's layout from the parts of all ranks."""
 
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        for kind in (*MOMENTS, *(["master"] if self.has_masters() else [])):
+    @abstractmethod
+    def has_master_weights(self) -> bool:
+        """Whether the optimizer state has float32 copies of half-precision weights."""
+
+    @abstractmethod
+    def external_name(self, name: str) -> str:
+        """The name of the weight in the checkpoint's own library, for messages."""
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        for kind in (*MOMENTS, *([MASTER] if self.has_master_weights() else [])):
             self.kind = kind
             try:
                 for name, tensor in self.weights():
@@ -179,108 +211,93 @@ class Sharded(Source):
             finally:
                 self.kind = WEIGHT
 
-    @abstractmethod
-    def join(self, name: str, pieces: list[Tensor]) -> Tensor:
-        """The weight in stock GPT-2's layout."""
+    def read(self, name: str) -> Tensor:
+        return self.merge(name, self.parts(name))
 
-    def pieces(self, name: str) -> list[Tensor]:
-        """The stored pieces of `name`, by tensor rank.
+    def parts(self, name: str) -> list[Tensor]:
+        """The parts of `name` by tensor-parallel rank.
 
         Raises:
             GptlmError: if one is missing.
         """
         group = self.group_of(name)
-        ranks = self.hold(group)
-        if group not in self._judged:
-            self._judged.add(group)
-            self._check_layers(ranks)
-        for rank, stored in enumerate(ranks):
-            if name not in stored:
-                raise GptlmError(f"{self.found.files[group][rank]} lacks {self._called(name)}")
-        return [stored[name] for stored in ranks]
+        ranks = self.loaded_group(group)
+        if group not in self._checked:
+            self._checked.add(group)
+            layers = [layer_and_part(stored)[0] for tensors in ranks for stored in tensors]
+            last = max((layer for layer in layers if layer is not None), default=-1)
+            if last >= self.shape.num_hidden_layers:
+                raise GptlmError(
+                    f"{self.found.folder} contains layer {last} (the first is 0), but its configuration has "
+                    f"{self.shape.num_hidden_layers} layers: they belong to different models"
+                )
+        for rank, tensors in enumerate(ranks):
+            if name not in tensors:
+                state = "" if self.kind == WEIGHT else f"{self.kind} of "
+                raise GptlmError(
+                    f"{self.found.files[group][rank]} lacks {state}{self.external_name(name)} ({name}); copy it again"
+                )
+        return [tensors[name] for tensors in ranks]
 
-    def _check_layers(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
-        layers = [layer_and_part(name)[0] for stored in ranks for name in stored]
-        last = max((layer for layer in layers if layer is not None), default=-1)
-        if last >= self.shape.num_hidden_layers:
-            raise GptlmError(
-                f"{self.found.folder} holds layer {last} (the first is 0), its configuration says "
-                f"{self.shape.num_hidden_layers} layers: they are not of one model"
-            )
-
-    def hold(self, group: int) -> Sequence[Mapping[str, Tensor]]:
-        """The pieces of `group`, which stay until another group is asked for."""
-        if self._held is None or self._held[0] != (group, self.kind):
-            self._held = None  # before the next one is read
-            self._held = ((group, self.kind), self.load_group(group))
-        return self._held[1]
-
-    def read(self, name: str) -> Tensor:
-        return self.join(name, self.pieces(name))
-
-    def _called(self, name: str) -> str:
-        what = "" if self.kind == WEIGHT else f"{self.kind} of "
-        return f"{what}{self.foreign_name(name)} ({name})"
-
-    def foreign_name(self, name: str) -> str:
-        """How the checkpoint's own library calls `name`, for messages."""
-        return name
+    def loaded_group(self, group: int) -> Sequence[Mapping[str, Tensor]]:
+        """`load_group`, kept in memory until another group is needed."""
+        if self._loaded is None or self._loaded[0] != (group, self.kind):
+            self._loaded = None  # free the last group before the next one is read
+            self._loaded = ((group, self.kind), self.load_group(group))
+        return self._loaded[1]
 
 
-def first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The first of `names` that `values` has."""
+def first_value(values: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first of `names` that `values` has and that is not None."""
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
 def checked_shape(sizes: Mapping[str, Any], where: Path) -> Shape:
-    """The sizes of the checkpoint in `where`.
+    """The sizes of the checkpoint in `where` as a Shape.
 
     Raises:
-        GptlmError: if one is no positive whole number, or heads do not divide the width.
+        GptlmError: if a size is not a positive integer, or the heads do not divide the hidden size.
     """
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise GptlmError(f"{where} says {name} is {value!r}; expected a positive whole number")
+            raise GptlmError(f"{where}: {name} is {value!r}; expected a positive integer")
     if sizes["hidden_size"] % sizes["num_attention_heads"]:
         raise GptlmError(
-            f"{where}: a width of {sizes['hidden_size']} is not {sizes['num_attention_heads']} equal heads"
+            f"{where}: hidden size {sizes['hidden_size']} is not divisible by {sizes['num_attention_heads']} heads"
         )
     return Shape(**sizes)
 
 
-def usual_heads(layers: int, width: int) -> int | None:
-    """The heads of the built-in models with these sizes, where they agree."""
-    sizes = {(shape.num_hidden_layers, shape.hidden_size, shape.num_attention_heads) for shape in BUILT_IN}
-    heads = {own for deep, wide, own in sizes if (deep, wide) == (layers, width)}
-    return heads.pop() if len(heads) == 1 else None
-
-
 def check_variants(values: Mapping[str, Any], variants: dict[str, tuple[tuple[object, ...], str]], where: Path) -> None:
-    """Raises GptlmError, which names it, if `values` describe another network than GPT-2's."""
-    for name, (plain, meaning) in variants.items():
+    """Raises GptlmError if `values` describe another network than GPT-2.
+
+    Args:
+        variants: key -> (values that mean GPT-2, what any other value means).
+    """
+    for name, (gpt2_values, meaning) in variants.items():
         value = values.get(name)
-        if isinstance(value, list):
-            value = value[0] if len(value) == 1 else value
-        if value not in plain:
-            raise GptlmError(f"{where} is of another network than GPT-2: {name} = {value!r} means {meaning}")
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value not in gpt2_values:
+            raise GptlmError(f"{where} is not GPT-2: {name} = {value!r} means {meaning}")
 
 
-def join_equal(pieces: list[Tensor], name: str, where: Path) -> Tensor:
-    """What every rank holds whole; where ranks have drifted apart by rounding, their mean, which is said.
+def merge_replicated(parts: list[Tensor], name: str, where: Path) -> Tensor:
+    """A weight that every tensor-parallel rank has whole: their mean where rounding made them differ.
 
     Raises:
-        GptlmError: if they differ by more.
+        GptlmError: if they differ by more than `TOLERANCE`.
     """
-    if all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
-        return pieces[0]
-    if not all(near(pieces[0], piece) for piece in pieces[1:]):
-        raise GptlmError(f"{where}: the tensor ranks hold different {name}, which should be one; copy it again")
-    logger.warning("the tensor ranks hold slightly different %s; their mean is taken", name)
-    return torch.stack([piece.float() for piece in pieces]).mean(0).to(pieces[0].dtype)
+    if all(torch.equal(parts[0], part) for part in parts[1:]):
+        return parts[0]
+    if not all(nearly_equal(parts[0], part) for part in parts[1:]):
+        raise GptlmError(f"{where}: the tensor-parallel ranks have different {name}, which they share; copy it again")
+    logger.warning("the tensor-parallel ranks have slightly different %s; using their mean", name)
+    return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)
 
 
-def near(one: Tensor, other: Tensor) -> bool:
-    """Whether the two are copies of one weight, which rounding may have moved apart."""
+def nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether the two are copies of one weight, up to rounding during training."""
     if one.shape != other.shape:
         return False
-    return float((one.float() - other.float()).abs().max()) <= DRIFT * float(one.float().abs().max())
+    return float((one.float() - other.float()).abs().max()) <= TOLERANCE * float(one.float().abs().max())

@@ -1,161 +1,172 @@
-"""Checkpoints of PaddleNLP and FleetX: `.pdparams` over tensor and pipeline ranks, and unified safetensors.
-
-Matrices are (in, out) as GPT-2's. Fused `qkv_proj`: its columns are [heads, 3, head size], so a tensor rank's slice is
-whole heads. Column-parallel weights and biases are cut along the last dim, row-parallel ones and the embedding along
-the first. bfloat16 is stored as the bits of uint16 (paddle.save), in safetensors also as itself.
-"""
+"""Read checkpoints of PaddleNLP and FleetX: `.pdparams` for any TP x PP, and PaddleNLP's unified safetensors."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WPE, WTE, layer_and_part
-from gptlm.conversion.paddle import names as words
-from gptlm.conversion.paddle.arrays import PaddleTensors, Renamed, tensors_of
-from gptlm.conversion.paddle.optimizer import MASTERS, SCHEDULE, optimizer_of, states_of
-from gptlm.conversion.source import WEIGHT, Asked, Sharded, check_variants, checked_shape, first, join_equal
-from gptlm.errors import GptlmError, reason_of
-from gptlm.model.files import read_config
+from gptlm.conversion.paddle import layout
+from gptlm.conversion.safe_pickle import read_pickle
+from gptlm.conversion.source import (
+    MASTER,
+    WEIGHT,
+    Progress,
+    ReadOptions,
+    ShardedSource,
+    check_variants,
+    checked_shape,
+    first_value,
+    merge_replicated,
+)
+from gptlm.errors import GptlmError, named, reason_of
+from gptlm.model.files import CONFIG, read_config
+from gptlm.model.safetensors_io import LazyTensors
 
-CONFIG, OLD_CONFIG = "config.json", "model_config.json"
-SAME_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and FleetX compute the tanh form for "gelu"
-COLUMN = ("attn.c_attn", "mlp.c_fc", *(f"attn.{part}" for part in words.SPLIT))  # cut along the last dim
-ROW = ("attn.c_proj.weight", "mlp.c_proj.weight", WTE)  # cut along the first
+OLD_CONFIG = "model_config.json"
+TANH_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and FleetX compute the tanh form for "gelu"
+NAME_TABLE = "StructuredToParameterName@@"  # name -> internal name, in paddle.save's files
+BIG_ARRAYS = "UnpackBigParamInfor@@"
+MASTER_WEIGHTS = "master_weights"
+WITHOUT_OPTIMIZER = f"convert without --{named('with_optimizer')}"
 
 
-class PaddleSource(Sharded):
-    """See the module.
+class PaddleSource(ShardedSource):
+    """`model_state[.tpXX_ppYY].pdparams` of PaddleNLP, `mp_XX_sharding_YY_pp_ZZ/model.pdparams` of FleetX.
 
     Raises:
-        GptlmError: if files are damaged, or the configuration is of another network or leaves something open.
+        GptlmError: if files are damaged, the network is not GPT-2, or sizes are missing and not given by the user.
     """
 
     activation = "gelu_new"
 
-    def __init__(self, found: Found, asked: Asked):
+    def __init__(self, found: Found, options: ReadOptions):
         super().__init__(found)
         self.arguments = configuration(found.folder)
-        check_variants(self.arguments, words.VARIANTS, found.folder)
+        check_variants(self.arguments, layout.VARIANTS, found.folder)
         self._stage_of: dict[str, int] = {}
-        self._unseen = list(range(len(found.files)))
+        self._unread = list(range(len(found.files)))  # stages whose names are not known yet
         self._heads: list[Tensor] = []
-        self._settle(asked)
+        self._set_sizes(options)
 
     def group_of(self, name: str) -> int:
-        """The stage; stages are looked through in order until one has it."""
-        fused = name.replace("c_attn", words.SPLIT[0]) if name not in self._stage_of else name
-        while name not in self._stage_of and fused not in self._stage_of and self._unseen:
-            self.hold(self._unseen[0])
-        return self._stage_of.get(name, self._stage_of.get(fused, 0))
+        """The stage. File names do not show layers, so stages are loaded in order until one contains `name`."""
+        separate = name.replace("c_attn", layout.SPLIT_QKV[0])
+        while not {name, separate} & self._stage_of.keys() and self._unread:
+            self.loaded_group(self._unread[0])
+        return self._stage_of.get(name, self._stage_of.get(separate, 0))
 
     def load_group(self, group: int) -> Sequence[Mapping[str, Tensor]]:
-        ranks = [self._named(tensors, where, group) for tensors, where in self._ranks(group)]
+        ranks = [self._renamed(tensors, path, group) for tensors, path in self._load_ranks(group)]
         for name in ranks[0]:
             self._stage_of.setdefault(name, group)
-        if group in self._unseen:
-            self._unseen.remove(group)
+        if group in self._unread:
+            self._unread.remove(group)
         return ranks
 
     def read(self, name: str) -> Tensor:
         if "attn.c_attn" not in name:
-            return self.join(name, self.pieces(name))
-        apart = [name.replace("c_attn", part) for part in words.SPLIT]
-        if apart[0] not in self.hold(self.group_of(name))[0]:
-            return self._by_kind(self.join(name, self.pieces(name)))
-        return torch.cat([self.join(part, self.pieces(part)) for part in apart], dim=-1)
+            return super().read(name)
+        separate = [name.replace("c_attn", part) for part in layout.SPLIT_QKV]
+        if separate[0] in self.loaded_group(self.group_of(name))[0]:
+            return torch.cat([super(PaddleSource, self).read(part) for part in separate], dim=-1)
+        fused = super().read(name)
+        return layout.qkv_by_kind(fused, self.shape.num_attention_heads, fused.ndim - 1)
 
-    def join(self, name: str, pieces: list[Tensor]) -> Tensor:
+    def merge(self, name: str, parts: list[Tensor]) -> Tensor:
         part = layer_and_part(name)[1]
-        if part.startswith(COLUMN):
-            return torch.cat(pieces, dim=-1)
-        return torch.cat(pieces, dim=0) if part in ROW else join_equal(pieces, name, self.found.folder)
+        if part.startswith(layout.COLUMN_PARALLEL):
+            return torch.cat(parts, dim=-1)
+        return torch.cat(parts) if part in layout.ROW_PARALLEL else merge_replicated(parts, name, self.found.folder)
 
-    def steps(self) -> tuple[int, int, int | None]:
-        noted = _trainer_state(self.found.folder)
-        optimizer = optimizer_of(self.found.files[0][0])
-        steps = noted.get("global_step") or (optimizer.get(SCHEDULE) or {}).get("last_epoch") or self.found.step
+    def progress(self) -> Progress:
+        path = self.found.folder / "trainer_state.json"  # PaddleNLP's
+        try:
+            state = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise GptlmError(f"{path} is damaged ({reason_of(error)}); copy the folder again") from error
+        schedule = _optimizer_beside(self.found.files[0][0]).get("LR_Scheduler") or {}
+        steps = state.get("global_step") or schedule.get("last_epoch") or self.found.step
         if not steps:
-            raise GptlmError(f"{self.found.folder} does not say at which step it is; convert without --with_optimizer")
-        return int(steps), int(steps), noted.get("consumed_samples")
+            raise GptlmError(f"{self.found.folder} does not contain the training step; {WITHOUT_OPTIMIZER}")
+        return Progress(int(steps), int(steps), state.get("consumed_samples"))
 
-    def has_masters(self) -> bool:
-        return bool(optimizer_of(self.found.files[0][0])[MASTERS])
+    def has_master_weights(self) -> bool:
+        return bool(_optimizer_beside(self.found.files[0][0])[MASTER_WEIGHTS])
 
-    def foreign_name(self, name: str) -> str:
+    def external_name(self, name: str) -> str:
         layer, part = layer_and_part(name)
         module, _, kind = part.rpartition(".")
-        theirs = {ours: theirs for theirs, ours in words.MODULES.items()}.get(module)
-        return f"decoder.layers.{layer}.{theirs}.{kind}" if theirs else name
+        return f"decoder.layers.{layer}.{layout.WRITTEN[module]}.{kind}" if module in layout.WRITTEN else name
 
-    def _by_kind(self, tensor: Tensor) -> Tensor:
-        """Columns [heads, 3, size] -> [3, heads, size]."""
-        heads = self.shape.num_attention_heads
-        return tensor.unflatten(-1, (heads, 3, -1)).movedim(-2, -3).flatten(-3)
+    def _load_ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
+        """The content of each file of a stage, by its own names, and the file."""
+        files = self.found.files[group]
+        return [(read_tensors(p) if self.kind == WEIGHT else _states_of(p, self.kind), p) for p in files]
 
-    def _ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
-        """What the files of a stage hold, and where it lies."""
-        read = tensors_of if self.kind == WEIGHT else partial(states_of, kind=self.kind)
-        return [(read(path), path) for path in self.found.files[group]]
-
-    def _named(self, tensors: Mapping[str, Tensor], where: Path, stage: int) -> Mapping[str, Tensor]:
+    def _renamed(self, tensors: Mapping[str, Tensor], path: Path, stage: int) -> Mapping[str, Tensor]:
+        """`tensors` by GPT-2's names."""
         names: dict[str, str] = {}
         unknown = []
         for name in tensors:
-            own = gpt2_name(name)
+            own = layout.gpt2_name(name)
             if own in (WTE, WPE) and stage > 0:
-                continue  # a pipeline's copy for the head
+                continue  # a copy for the output head on the last stage
             if own is not None:
                 names[own] = name
-            elif name.endswith(words.HEADS):
+            elif name.endswith(layout.HEADS):
                 self._heads += [tensors[name]] if self.kind == WEIGHT else []
             else:
                 unknown.append(name)
         if unknown:
-            raise GptlmError(f"{where} holds {len(unknown)} tensors that GPT-2 does not have (first: {unknown[0]})")
-        return Renamed(tensors, names)
+            raise GptlmError(f"{path} contains {len(unknown)} tensors that GPT-2 does not have (first: {unknown[0]})")
+        return RenamedTensors(tensors, names)
 
-    def _settle(self, asked: Asked) -> None:
+    def _set_sizes(self, options: ReadOptions) -> None:
         values, where = self.arguments, self.found.folder
-        sizes: dict[str, Any] = {ours: first(values, theirs) for ours, theirs in words.SIZES.items()}
-        sizes["num_attention_heads"] = sizes["num_attention_heads"] or asked.num_attention_heads
+        sizes: dict[str, Any] = {ours: first_value(values, *theirs) for ours, theirs in layout.SIZES.items()}
+        sizes["num_attention_heads"] = sizes["num_attention_heads"] or options.num_attention_heads
         if not values:
-            self.notes.append(f"{where} holds no {CONFIG}: sizes are those of the tensors, the activation is gelu_new")
-        activation = first(values, words.ACTIVATION)
-        if activation not in SAME_GELU:
-            raise GptlmError(f"{where} is of another network than GPT-2: its activation is {activation!r}")
-        measured = self._measured(complete=None in sizes.values())
+            self.notes.append(f"{where} has no {CONFIG}: sizes are those of the tensors, the activation is gelu_new")
+        activation = first_value(values, "hidden_act", "hidden_activation")
+        if activation not in TANH_GELU:
+            raise GptlmError(f"{where} is not GPT-2: its activation is {activation!r}")
+        measured = self._measure(all_stages=None in sizes.values())
         sizes |= {name: value for name, value in measured.items() if not sizes[name]}
         if not sizes["num_attention_heads"]:
-            sizes["num_attention_heads"] = self.heads_by_size(sizes["num_hidden_layers"], sizes["hidden_size"])
+            sizes["num_attention_heads"] = self.infer_heads(sizes["num_hidden_layers"], sizes["hidden_size"])
         self.shape = checked_shape(sizes, where)
-        true = sizes["vocab_size"] if sizes["vocab_size"] < measured["vocab_size"] else None
-        self.cut_vocabulary(measured["vocab_size"], true, asked, "its configuration")
-        self.dropouts = (float(values.get(words.DROPOUT, 0.1)), float(values.get(words.ATTENTION_DROPOUT, 0.1)))
+        rows = measured["vocab_size"]
+        self.set_vocabulary(
+            rows, sizes["vocab_size"] if sizes["vocab_size"] < rows else None, options, "its configuration"
+        )
+        dropouts = (values.get(key, 0.1) for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"))
+        self.dropouts = (float(next(dropouts)), float(next(dropouts)))
 
-    def _measured(self, *, complete: bool) -> dict[str, int]:
-        """What the tensors tell of the sizes; `complete` looks through all stages for the number of layers."""
-        ranks = self.hold(0)
-        lacking = next((name for name in (WTE, WPE) if name not in ranks[0]), None)
-        if lacking:
-            raise GptlmError(f"{self.found.files[0][0]} lacks {lacking}, the embedding; give the whole checkpoint")
+    def _measure(self, *, all_stages: bool) -> dict[str, int]:
+        """The sizes that the tensors show; the number of layers only with `all_stages`."""
+        ranks = self.loaded_group(0)
+        missing = next((name for name in (WTE, WPE) if name not in ranks[0]), None)
+        if missing:
+            raise GptlmError(f"{self.found.files[0][0]} lacks the embedding {missing}; give the whole checkpoint")
+        embeddings = [rank[WTE] for rank in ranks]
         inner = ranks[0].get("transformer.h.0.mlp.c_fc.bias")
         sizes = {
-            "vocab_size": sum(len(rank[WTE]) for rank in ranks),
-            "hidden_size": ranks[0][WTE].shape[1],
+            "vocab_size": sum(map(len, embeddings)),
+            "hidden_size": embeddings[0].shape[1],
             "max_position_embeddings": len(ranks[0][WPE]),
             "intermediate_size": 0 if inner is None else len(inner) * len(ranks),
         }
-        embeddings = [rank[WTE] for rank in ranks]
-        while complete and self._unseen:
-            self.hold(self._unseen[0])
+        while all_stages and self._unread:
+            self.loaded_group(self._unread[0])
         if any(not any(torch.equal(head, own) for own in embeddings) for head in self._heads):
-            raise GptlmError(f"{self.found.folder} is of another network than GPT-2: its head is not the embedding")
+            raise GptlmError(f"{self.found.folder} is not GPT-2: its output head is not the embedding (untied)")
         layers = {layer for name in self._stage_of if (layer := layer_and_part(name)[0]) is not None}
         return sizes | {"num_hidden_layers": len(layers)}
 
@@ -163,46 +174,79 @@ class PaddleSource(Sharded):
 class UnifiedSource(PaddleSource):
     """PaddleNLP's unified safetensors: whole tensors in one or several files, each read when it is needed."""
 
-    def steps(self) -> tuple[int, int, int | None]:
+    def progress(self) -> Progress:
         raise GptlmError(
-            f"{self.found.folder}: no optimizer is read of unified checkpoints; convert without --with_optimizer"
+            f"{self.found.folder}: the optimizer states of unified checkpoints cannot be read; {WITHOUT_OPTIMIZER}"
         )
 
-    def _ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
+    def _load_ranks(self, group: int) -> list[tuple[Mapping[str, Tensor], Path]]:
         return [(PaddleTensors(self.found.files[0]), self.found.folder)]
 
 
-def gpt2_name(name: str) -> str | None:
-    """GPT-2's name of a tensor; q, k and v apart are called attn.q_proj and so on."""
-    name = name.removeprefix("gpt.").removeprefix("model.")
-    if name.startswith(words.SHARED):
-        name = f"embeddings.{name.removeprefix(words.SHARED)}"
-    if name in (words.WORDS, words.POSITIONS):
-        return WTE if name == words.WORDS else WPE
-    final = name.removeprefix(words.FINAL)
-    if final in ("weight", "bias") and final != name:
-        return f"transformer.ln_f.{final}"
-    layer, numbered = words.LAYER.match(name), words.STAGE_LAYER.match(name)
-    if layer:
-        return _in_layer(int(layer[1]), layer[2])
-    if numbered is None:
-        return None
-    last = numbered[2].removeprefix("norm.")
-    if last in ("weight", "bias"):
-        return f"transformer.ln_f.{last}"
-    return _in_layer(int(numbered[1]) - 1, numbered[2])
+class PaddleTensors(LazyTensors):
+    """safetensors files of PaddleNLP, where uint16 are the bits of bfloat16."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
-def _in_layer(layer: int, name: str) -> str | None:
-    module, _, kind = name.rpartition(".")
-    own = words.MODULES.get(module)
-    if module in words.SEPARATE:
-        own = f"attn.{module.split('.')[-1]}"
-    return f"transformer.h.{layer}.{own}.{kind}" if own and kind in ("weight", "bias") else None
+class RenamedTensors(Mapping[str, Tensor]):
+    """`tensors` by other names, still read when they are looked up; `names`: new name -> name in `tensors`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]):
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def read_tensors(path: Path) -> Mapping[str, Tensor]:
+    """The tensors in a `.pdparams` or safetensors file by its own names.
+
+    Raises:
+        GptlmError: if it cannot be read or contains anything else.
+    """
+    if path.suffix == ".safetensors":
+        return PaddleTensors([path])
+    content = read_pickle(path)
+    if not isinstance(content, dict):
+        raise GptlmError(f"{path} contains no weights (a {type(content).__name__})")
+    arrays = {name: value for name, value in content.items() if name not in (NAME_TABLE, BIG_ARRAYS)}
+    # with pickle protocols 2 and 3 paddle.save splits arrays above 1 GiB
+    for name, entry in content.get(BIG_ARRAYS, {}).items():
+        missing = [piece for piece in entry["slices"] if piece not in arrays]
+        if missing:
+            raise GptlmError(f"{path} lacks {missing[0]}, a part of {name}; copy it again")
+        pieces = [np.ravel(arrays.pop(piece)) for piece in entry["slices"]]
+        arrays[name] = np.concatenate(pieces).reshape(entry["OriginShape"])
+    return {name: _to_tensor(value, name, path) for name, value in arrays.items()}
+
+
+def _to_tensor(value: Any, name: str, path: Path) -> Tensor:
+    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # (internal name, array)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        raise GptlmError(f"{path}: {name} is not an array of numbers (a {type(array).__name__})")
+    array = np.require(array, requirements=["C", "W"])  # torch warns about read-only arrays
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """What `config.json`, or `model_config.json` of old, says; empty where there is neither.
+    """The content of config.json, or of model_config.json in older checkpoints; empty if there is neither.
 
     Raises:
         GptlmError: if it cannot be read.
@@ -213,28 +257,78 @@ def configuration(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return _initial(json.loads(path.read_text(encoding="utf-8")))
+        return _flat_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise GptlmError(f"{path} cannot be read ({reason_of(error)}); copy the folder again") from error
 
 
-def _initial(content: Any) -> dict[str, Any]:
-    """The old form: {"init_args": [{..., "init_class": "GPTModel"}], "init_class": ...}."""
+def _flat_config(content: Any) -> dict[str, Any]:
+    """The older format: {"init_args": [{..., "init_class": "GPTModel"}], "init_class": ...}."""
     if not isinstance(content, dict):
         return {}
     values = {name: value for name, value in content.items() if name != "init_args"}
     inner = content.get("init_args", [])
     for part in inner if isinstance(inner, list) else [inner]:
-        values |= _initial(part)
+        values |= _flat_config(part)
     return values
 
 
-def _trainer_state(folder: Path) -> dict[str, Any]:
-    """PaddleNLP's trainer_state.json; empty if there is none."""
-    path = folder / "trainer_state.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise GptlmError(f"{path} is damaged ({reason_of(error)}); copy the folder again") from error
+# Optimizer states: PaddleNLP's optimizer.pdopt, FleetX's model_state.pdopt --------------------------------------------
+# Keys are internal names (linear_0.w_0_moment1_0); the weights' file has the table from its names to them. Under O2 the
+# moments belong to the float32 weights (..._fp32_master_0_moment1_0). Each sharding rank has a part of the states.
+
+
+def _states_of(path: Path, kind: str) -> dict[str, Tensor]:
+    """The states of `kind` by the names of the weights in `path`; weights without a state are left out.
+
+    Raises:
+        GptlmError: if there is no optimizer file, or the table of names is missing.
+    """
+    content, states = read_pickle(path), _optimizer_beside(path)
+    table = dict(content.get(NAME_TABLE, {}))
+    table |= {name: value[0] for name, value in content.items() if isinstance(value, tuple) and len(value) == 2}
+    if not table:
+        raise GptlmError(f"{path} has no {NAME_TABLE}, the table of names of its optimizer states; {WITHOUT_OPTIMIZER}")
+    found: dict[str, Tensor] = {}
+    for name, internal in table.items():
+        if kind == MASTER:
+            value = states.get(MASTER_WEIGHTS, {}).get(internal)
+        else:
+            moment = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}[kind]
+            value = first_value(states, f"{internal}_{moment}_0", f"{internal}_fp32_master_0_{moment}_0")
+        if value is not None:
+            found[name] = _to_tensor(value, f"{kind} of {name}", path)
+    return found
+
+
+def _optimizer_beside(path: Path) -> dict[str, Any]:
+    """The optimizer states of the weights in `path`, with those of all sharding ranks.
+
+    Raises:
+        GptlmError: if there are none.
+    """
+    files = _optimizer_files(path)
+    if not files:
+        raise GptlmError(f"there is no optimizer file (.pdopt) beside {path}; {WITHOUT_OPTIMIZER}")
+    states: dict[str, Any] = {}
+    for file in files:
+        content = read_pickle(file)
+        if not isinstance(content, dict):
+            raise GptlmError(f"{file} contains no optimizer states (a {type(content).__name__})")
+        masters = states.get(MASTER_WEIGHTS, {}) | (content.get(MASTER_WEIGHTS) or {})
+        states |= content
+        states[MASTER_WEIGHTS] = masters
+    return states
+
+
+def _optimizer_files(path: Path) -> list[Path]:
+    """model_state.RANKS.pdparams -> optimizer.RANKS[_shardNN].pdopt; model.pdparams -> model_state.pdopt."""
+    if path.name.startswith("model_state"):
+        ranks = path.name.removeprefix("model_state").removesuffix(".pdparams").removeprefix(".")
+        pattern = re.compile(rf"^optimizer\.?{re.escape(ranks)}[._]?(?:shard\d+)?\.pdopt$")
+        return sorted(file for file in path.parent.glob("optimizer*.pdopt") if pattern.match(file.name))
+    name = path.name.replace("model", "model_state", 1).replace(".pdparams", ".pdopt")
+    folders = [path.parent]
+    if re.search(r"_sharding_\d+", path.parent.name):  # each sharding rank has its own folder
+        folders = sorted(path.parent.parent.glob(re.sub(r"_sharding_\d+", "_sharding_*", path.parent.name)))
+    return [folder / name for folder in folders if (folder / name).is_file()]

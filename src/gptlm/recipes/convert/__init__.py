@@ -1,1 +1,0 @@
-"""gptlm convert."""
