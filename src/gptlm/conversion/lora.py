@@ -183,11 +183,7 @@ def write_paddle(adapters: Adapters, folder: Path, dtype: torch.dtype | None, he
 
 
 def max_difference(one: Adapters, other: Adapters) -> float:
-    """The largest difference of what the two add to any weight.
-
-    Raises:
-        GptlmError: if they have different modules.
-    """
+    """The largest difference of what the two add to any weight. Raises GptlmError if they have different modules."""
     if one.modules.keys() != other.modules.keys():
         raise GptlmError("the converted adapters have other modules than the original; do not use the result")
     return max(float((one.delta(module) - other.delta(module)).abs().max()) for module in one.modules)

@@ -106,11 +106,7 @@ class Source(ABC):
             yield name, self.get(name)
 
     def progress(self) -> Progress:
-        """How far training got.
-
-        Raises:
-            GptlmError: if the checkpoint has no optimizer state that can be read.
-        """
+        """How far training got. Raises GptlmError if the checkpoint has no optimizer state that can be read."""
         raise GptlmError(
             f"optimizer states of this format ({self.found}) cannot be read; convert without "
             f"--{named('with_optimizer')}"
@@ -215,11 +211,7 @@ class ShardedSource(Source):
         return self.merge(name, self.parts(name))
 
     def parts(self, name: str) -> list[Tensor]:
-        """The parts of `name` by tensor-parallel rank.
-
-        Raises:
-            GptlmError: if one is missing.
-        """
+        """The parts of `name` by tensor-parallel rank. Raises GptlmError if one is missing."""
         group = self.group_of(name)
         ranks = self.loaded_group(group)
         if group not in self._checked:

@@ -47,11 +47,7 @@ LORA_DIFFERENCE = 1e-6  # of what adapters add to a weight, in float64
 
 
 def convert(conversion: Conversion) -> None:
-    """The command.
-
-    Raises:
-        GptlmError: as `convert_checkpoint`, and if the source does not exist.
-    """
+    """The command. Raises GptlmError as `convert_checkpoint`, and if the source does not exist."""
     start_logging(main_process=True)
     deepspeed_without_gpu()
     quiet_transformers()
