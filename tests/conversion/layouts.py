@@ -1,4 +1,4 @@
-"""Checkpoints of the originals, written by hand from the tables of their formats; nothing of our own writers."""
+"""Checkpoints in the formats of other libraries, written from their documented layouts without our own writers."""
 
 import argparse
 import pickle
@@ -92,7 +92,7 @@ def arguments(ranks, stages, **more):
 
 
 def write_megatron(model, root, version, ranks, stages, names=NEW, **more) -> Path:
-    """`iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt` with random states as Megatron keeps them."""
+    """`iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt` with the RNG states that Megatron saves."""
     weights = {name: value.detach() for name, value in model.state_dict().items()}
     for stage in range(stages):
         for rank in range(ranks):
@@ -121,7 +121,7 @@ def write_megatron(model, root, version, ranks, stages, names=NEW, **more) -> Pa
                 "np_rng_state": np.random.get_state(),
                 "rng_state": torch.get_rng_state(),
             }
-            if version:  # the oldest have none
+            if version:  # missing in the oldest checkpoints
                 content["checkpoint_version"] = version
             place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             path = root / "iter_0000100" / place / "model_optim_rng.pt"
@@ -159,7 +159,7 @@ def as_array(tensor, bfloat16=False):
 
 
 def paddle_tensors(model, fused, rank=0, ranks=1, layers=range(LAYERS)) -> dict[str, torch.Tensor]:
-    """By PaddleNLP's names, (in, out); without ranks the whole model."""
+    """PaddleNLP's names and tensors, (in, out), of one tensor-parallel rank."""
     weights = {name: value.detach() for name, value in model.state_dict().items()}
     own = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
     apart = [[column(part, head, place) for head in own for place in range(SIZE)] for part in range(3)]
@@ -198,7 +198,7 @@ PADDLE_CONFIG = {
 
 
 def write_pdparams(path: Path, tensors, bfloat16=False, protocol=4) -> None:
-    """As paddle.save: arrays by name and the table of internal names."""
+    """As paddle.save does: arrays by name, and the table of internal names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {name: as_array(value, bfloat16) for name, value in tensors.items()}
     content["StructuredToParameterName@@"] = {name: f"linear_{i}.w_0" for i, name in enumerate(tensors)}

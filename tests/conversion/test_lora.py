@@ -1,4 +1,4 @@
-"""Adapters of PaddleNLP, written by hand, on stock GPT-2 through plain PEFT; and back."""
+"""PaddleNLP's adapters, written by hand, on stock GPT-2 through plain PEFT, and back."""
 
 import json
 import pickle
@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from gptlm.cli import main
+from gptlm.conversion.lora import read_peft
+from gptlm.errors import GptlmError
 from tests.conversion.layouts import HEADS, LAYERS, PADDLE_CONFIG, SIZE, WIDE, column, logits, stock
 
 RANK, SCALE = 3, 2.0
@@ -94,7 +97,7 @@ def test_back_to_paddle(tmp_path, form, written):
 
 
 @pytest.mark.parametrize(
-    ("more", "words", "says"),
+    ("more", "words", "message"),
     [
         ({"rslora": True}, [], "rslora = True; only plain LoRA"),
         ({"r": 0}, [], "is damaged: r is 0"),
@@ -106,15 +109,26 @@ def test_back_to_paddle(tmp_path, form, written):
         ({}, ["--tokenizer_name_or_path", "t"], "--tokenizer_name_or_path is for models"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, capsys, more, words, says):
+def test_errors_and_wrong_arguments(tmp_path, capsys, more, words, message):
     write_adapters(tmp_path / "old", FORMS["split"], **more)
     assert main(["convert", "--from", str(tmp_path / "old"), "--output", str(tmp_path / "new"), *words]) in (1, 2)
-    assert says in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
-def test_half_an_adapter_is_named(tmp_path, capsys):
+def test_a_missing_half_of_an_adapter_is_an_error(tmp_path, capsys):
     arrays = write_adapters(tmp_path / "old", FORMS["split"])
     arrays.pop("gpt.decoder.layers.1.linear1.lora_B")
     (tmp_path / "old/lora_model_state.pdparams").write_bytes(pickle.dumps(arrays))
     assert main(["convert", "--from", str(tmp_path / "old"), "--output", str(tmp_path / "new")]) == 1
     assert "lacks one half of transformer.h.1.mlp.c_fc" in capsys.readouterr().err
+
+
+def test_a_missing_half_of_a_peft_adapter_is_an_error(tmp_path):
+    write_adapters(tmp_path / "old", FORMS["split"])
+    assert main(["convert", "--from", str(tmp_path / "old"), "--output", str(tmp_path / "peft")]) == 0
+    path = tmp_path / "peft/adapter_model.safetensors"
+    tensors = load_file(path)
+    del tensors["base_model.model.transformer.h.2.mlp.c_fc.lora_B.weight"]
+    save_file(tensors, path)
+    with pytest.raises(GptlmError, match=f"{path} lacks one half of transformer.h.2.mlp.c_fc"):
+        read_peft(tmp_path / "peft")

@@ -1,4 +1,4 @@
-"""Megatron's and Megatron-DeepSpeed's layouts, written by hand, become stock GPT-2 bit for bit."""
+"""Megatron's and Megatron-DeepSpeed's formats, written by hand, are read as stock GPT-2 bit for bit."""
 
 import logging
 import re
@@ -38,7 +38,7 @@ OPTIONS = ReadOptions(vocab_size=VOCABULARY)
 
 
 def assert_same(path, model, options=OPTIONS):
-    """Every weight bit for bit."""
+    """Compare every weight bit for bit."""
     with open_checkpoint(path, options) as source:
         found = dict(source.weights())
     wanted = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
@@ -61,13 +61,13 @@ def test_every_version_and_layout(tmp_path, version, names, ranks, stages):
     assert torch.allclose(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
 
-def test_a_folder_of_two_kinds_says_which_one_is_taken(tmp_path, caplog):
-    """And those in it that are not whole, or the same files, are no second one."""
+def test_the_log_names_other_checkpoints_in_the_folder(tmp_path, caplog):
+    """Not those that are incomplete or consist of the same files."""
     model = stock()
     path = write_megatron(model, tmp_path / "both", 3.0, 1, 1)
     plain = "Megatron-LM, tensor parallel 1, pipeline 1, step 100"
     assert str(detect(path)) == plain
-    (path / "model_state.tp01.pdparams").write_bytes(b"")  # without that of tp00
+    (path / "model_state.tp01.pdparams").write_bytes(b"")  # tp00 is missing
     assert str(detect(path)) == plain
     stock(seed=1).save_pretrained(path)
     caplog.set_level("INFO")
@@ -176,7 +176,7 @@ def test_a_release_without_arguments_in_the_old_file_format(tmp_path, zipped, ca
 @pytest.mark.parametrize(
     ("fused", "tanh", "activation"), [(True, False, "gelu_new"), (False, True, "gelu_new"), (False, False, "gelu")]
 )
-def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activation):
+def test_the_activation_follows_the_arguments(tmp_path, fused, tanh, activation):
     model = stock(activation)
     path = write_megatron(model, tmp_path / "m", 3.0, 1, 1, bias_gelu_fusion=fused, openai_gelu=tanh)
     ids = torch.arange(24).reshape(2, 12) * 7 % VOCABULARY
@@ -188,7 +188,7 @@ def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activati
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"group_query_attention": True, "num_query_groups": 2}, "grouped-query attention"),
         ({"use_rotary_position_embeddings": True}, "rotary position embeddings"),
@@ -203,9 +203,9 @@ def test_the_activation_is_that_of_the_arguments(tmp_path, fused, tanh, activati
         ({"make_vocab_size_divisible_by": 0}, "but unexpected content"),
     ],
 )
-def test_other_networks_are_refused_by_name(tmp_path, more, says):
+def test_other_networks_are_refused(tmp_path, more, message):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1, **more)
-    with pytest.raises(GptlmError, match=re.escape(says)), open_checkpoint(path, OPTIONS):
+    with pytest.raises(GptlmError, match=re.escape(message)), open_checkpoint(path, OPTIONS):
         pass
 
 
@@ -215,7 +215,7 @@ def test_grouped_queries_of_one_head_each_are_plain_attention(tmp_path):
     assert_same(write_megatron(model, tmp_path / "m", 3.0, 1, 1, **more), model)
 
 
-def test_gaps_and_damage_are_named(tmp_path):
+def test_missing_and_damaged_parts_are_errors(tmp_path):
     root = write_megatron(stock(), tmp_path / "m", 3.0, 2, 2) / "iter_0000100"
     file = root / "mp_rank_01_001/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
@@ -258,7 +258,7 @@ def test_gaps_and_damage_are_named(tmp_path):
     fails("pipeline_model_parallel_size 2, there are files of 1")
 
 
-def test_a_padded_vocabulary_is_cut_where_the_arguments_or_the_user_say(tmp_path, caplog):
+def test_padding_is_dropped_by_the_arguments_or_the_user(tmp_path, caplog):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1)
     with open_checkpoint(path, ReadOptions()) as source:
         assert source.shape.vocab_size == 128 and "all 128 rows" in " ".join(source.notes)
@@ -272,8 +272,8 @@ def test_a_padded_vocabulary_is_cut_where_the_arguments_or_the_user_say(tmp_path
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (4, 1)])
-def test_what_is_written_has_the_layout_of_version_3(tmp_path, ranks, stages):
-    """Read with plain torch: rows [heads, 3, size], columns and rows cut, the embedding padded to 128 x ranks."""
+def test_the_writer_uses_the_layout_of_version_3(tmp_path, ranks, stages):
+    """Read with plain torch: rows [heads, 3, size], columns and rows split, the embedding padded to 128 x ranks."""
     model = stock()
     path = write_megatron(model, tmp_path / "m", 0, 1, 1, OLD)
     with open_checkpoint(path, OPTIONS) as source:
@@ -288,10 +288,10 @@ def test_what_is_written_has_the_layout_of_version_3(tmp_path, ranks, stages):
     stack = content["model"]["language_model"]["encoder"]
     local = f"layers.{layer % (LAYERS // stages)}."
     rows = stack[f"{local}self_attention.query_key_value.weight"]
-    head = HEADS - 1  # the last one of the last rank: its k, element 2
+    head = HEADS - 1  # the last head of the last rank: element 2 of its k
     row = (HEADS // ranks - 1) * 3 * SIZE + SIZE + 2
     assert torch.equal(rows[row], weights[f"transformer.h.{layer}.attn.c_attn.weight"][:, column(1, head, 2)])
-    dense = weights[f"transformer.h.{layer}.attn.c_proj.weight"]  # (in, out): the rank has the last inputs
+    dense = weights[f"transformer.h.{layer}.attn.c_proj.weight"]  # (in, out): the last rank has the last inputs
     assert torch.equal(stack[f"{local}self_attention.dense.weight"], dense[-WIDE // ranks :].t())
     if stages > 1:
         head_copy = content["model"]["word_embeddings_for_head"]["weight"]
@@ -300,7 +300,7 @@ def test_what_is_written_has_the_layout_of_version_3(tmp_path, ranks, stages):
 
 
 def test_enums_of_megatron_are_inert(tmp_path, monkeypatch):
-    """An argument may be an enum of Megatron: its class is not there when it is read, its value is."""
+    """An argument may be an enum of Megatron: its value is read without its class."""
     enums = types.ModuleType("megatron.enums")
     exec("import enum\nclass PositionEmbeddingType(enum.Enum):\n rotary = 1\n absolute = 2", enums.__dict__)
     with monkeypatch.context() as patch:
@@ -316,7 +316,7 @@ def test_enums_of_megatron_are_inert(tmp_path, monkeypatch):
         pass
 
 
-def test_norms_that_drifted_apart_by_rounding_are_averaged(tmp_path, caplog):
+def test_norms_that_differ_by_rounding_are_averaged(tmp_path, caplog):
     root = write_megatron(stock(), tmp_path / "m", 3.0, 2, 1)
     file = root / "iter_0000100/mp_rank_01/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
@@ -329,7 +329,7 @@ def test_norms_that_drifted_apart_by_rounding_are_averaged(tmp_path, caplog):
     assert "slightly different transformer.h.0.ln_1.weight" in caplog.text
 
 
-def test_padding_is_kept_for_training_to_go_on(tmp_path):
+def test_padding_is_kept_for_resuming(tmp_path):
     path = write_megatron(stock(), tmp_path / "m", 3.0, 1, 1, vocab_size=50)
     with open_checkpoint(path, ReadOptions(keep_padding=True)) as source:
         assert source.shape.vocab_size == 128 and float(source.get("transformer.wte.weight")[-1, 0]) == 9.0

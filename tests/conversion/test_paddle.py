@@ -1,4 +1,4 @@
-"""PaddleNLP's and FleetX's layouts, written by hand, become stock GPT-2 bit for bit."""
+"""PaddleNLP's and FleetX's formats, written by hand, are read as stock GPT-2 bit for bit."""
 
 import json
 import pickle
@@ -65,7 +65,7 @@ def test_pdparams_of_every_layout(tmp_path, fused, ranks, stages):
 
 
 def bfloat16_stock():
-    """A model whose weights bfloat16 holds exactly."""
+    """A model whose weights are exact in bfloat16."""
     model = stock()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,8 +101,8 @@ def test_unified_safetensors(tmp_path, fused, bfloat16):
         pass
 
 
-def test_arrays_in_pieces_and_named_arrays(tmp_path):
-    """Pickle protocols 2 and 3: what is over 1 GiB comes in pieces; some versions store (internal name, array)."""
+def test_split_arrays_and_named_arrays(tmp_path):
+    """Pickle protocols 2 and 3: arrays above 1 GiB are split; some versions store (internal name, array)."""
     model = stock()
     write_config(tmp_path / "c")
     content = {name: ("linear_3.w_0", as_array(value)) for name, value in paddle_tensors(model, True).items()}
@@ -119,7 +119,7 @@ def test_arrays_in_pieces_and_named_arrays(tmp_path):
         pass
 
 
-def test_the_configuration_of_old(tmp_path):
+def test_the_older_configuration_format(tmp_path):
     model = stock()
     old = {name: value for name, value in PADDLE_CONFIG.items() if name != "model_type"}
     content = {"init_args": [{**old, "init_class": "GPTModel"}], "init_class": "GPTForPretraining"}
@@ -130,7 +130,7 @@ def test_the_configuration_of_old(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fleetx_folders(tmp_path, ranks):
-    """No configuration: heads are asked for; of the sharding ranks each has all weights."""
+    """There is no configuration, so the user gives the heads. Each sharding rank has all weights."""
     model, folder = stock(), tmp_path / "epoch_0_step_500"
     for rank in range(ranks):
         place = [f"mp_{rank:02d}_sharding_{shard:02d}_pp_00" for shard in range(2)] if ranks > 1 else ["."]
@@ -142,8 +142,8 @@ def test_fleetx_folders(tmp_path, ranks):
     assert_same(folder, model, ReadOptions(num_attention_heads=HEADS))
 
 
-def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
-    """Of paddle's PipelineLayer: 0 the embedding (shared, on both ends), 1 to n the layers, n + 1 the final norm."""
+def test_fleetx_pipelines_number_layers_from_the_embedding(tmp_path):
+    """Paddle's PipelineLayer: 0 the embedding (shared by both end stages), 1 to n the layers, n + 1 the final norm."""
     model = stock()
     whole = paddle_tensors(model, False)
     for stage, layers in enumerate((range(2), range(2, 4))):
@@ -162,7 +162,7 @@ def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"hidden_act": "relu"}, "its activation is 'relu'"),
         ({"tie_word_embeddings": False}, "untied"),
@@ -170,14 +170,14 @@ def test_fleetx_pipelines_count_their_layers_from_the_embedding(tmp_path):
         ({"normalize_before": False}, "norms after the residual connection"),
     ],
 )
-def test_other_networks_are_refused_by_name(tmp_path, more, says):
+def test_other_networks_are_refused(tmp_path, more, message):
     write_config(tmp_path, **more)
     write_pdparams(tmp_path / "model_state.pdparams", paddle_tensors(stock(), True))
-    with pytest.raises(GptlmError, match=says), open_checkpoint(tmp_path, ReadOptions()):
+    with pytest.raises(GptlmError, match=message), open_checkpoint(tmp_path, ReadOptions()):
         pass
 
 
-def test_what_is_wrong_with_tensors_is_named(tmp_path):
+def test_wrong_tensors_are_errors(tmp_path):
     write_config(tmp_path)
     path = tmp_path / "model_state.pdparams"
 
@@ -204,7 +204,7 @@ def test_what_is_wrong_with_tensors_is_named(tmp_path):
     assert_same(tmp_path, stock())
 
 
-def test_a_missing_tensor_rank_is_named(tmp_path):
+def test_a_missing_tensor_parallel_rank_is_an_error(tmp_path):
     write_config(tmp_path)
     write_pdparams(tmp_path / "model_state.tp01.pdparams", paddle_tensors(stock(), True, 1, 2))
     with (
@@ -216,7 +216,7 @@ def test_a_missing_tensor_rank_is_named(tmp_path):
 
 @pytest.mark.parametrize("pdparams", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_is_written_has_paddles_layout(tmp_path, fused, pdparams):
+def test_the_writer_uses_paddles_layout(tmp_path, fused, pdparams):
     """Read with plain pickle and safetensors, compared with the layout written by hand."""
     model = stock()
     (tmp_path / "in").mkdir()
@@ -235,7 +235,7 @@ def test_what_is_written_has_paddles_layout(tmp_path, fused, pdparams):
         assert torch.equal(found[name], value), name
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["fuse_attention_qkv"] is fused and config["num_attention_heads"] == HEADS
-    if fused:  # element 1 of k of head 2 stands behind two heads of q, k, v and that head's q
+    if fused:  # element 1 of k of head 2 follows two heads of q, k, v and that head's q
         place = 2 * 3 * SIZE + SIZE + 1
         own = model.state_dict()["transformer.h.0.attn.c_attn.bias"][column(1, 2, 1)]
         assert found["gpt.decoder.layers.0.self_attn.qkv_proj.bias"][place] == own

@@ -1,4 +1,4 @@
-"""Files that try to run code are refused by name, and nothing of them runs."""
+"""Files that try to run code are refused, and none of it runs."""
 
 import argparse
 import io
@@ -41,7 +41,7 @@ POISONS = [
 
 @pytest.mark.parametrize(("function", "name"), POISONS)
 @pytest.mark.parametrize("form", ["pdparams", "zip", "legacy"])
-def test_code_is_refused_by_name(tmp_path, monkeypatch, function, name, form):
+def test_code_is_refused(tmp_path, monkeypatch, function, name, form):
     monkeypatch.chdir(tmp_path)
     content = {"model": {"w": torch.ones(2).numpy()}, "args": Poison(function, "touch pwned")}
     path = tmp_path / "x"
@@ -79,7 +79,7 @@ def test_scalars_of_objects_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_tensors_arguments_and_random_states(tmp_path, new):
+def test_tensors_arguments_and_rng_states(tmp_path, new):
     content = {
         "args": argparse.Namespace(layers=3, params_dtype=torch.bfloat16),
         "rng": [random.getstate(), np.random.get_state(), torch.get_rng_state()],
@@ -104,7 +104,7 @@ def test_storages_without_a_type(tmp_path, new):
 
 @pytest.mark.parametrize("form", ["pdparams", "zip", "legacy"])
 @pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_truncated_files_are_named(tmp_path, form, kept):
+def test_truncated_files_are_errors(tmp_path, form, kept):
     path = tmp_path / "x"
     content = {"w": np.ones(500)}
     if form == "pdparams":
@@ -117,7 +117,7 @@ def test_truncated_files_are_named(tmp_path, form, kept):
         (read_pickle if form == "pdparams" else read_torch)(path)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(GptlmError, match="cannot read .*nowhere: No such file"):
         read_pickle(tmp_path / "nowhere")
 
@@ -129,7 +129,7 @@ def test_buffers_paths_and_signals_are_inert(tmp_path):
 
 
 def with_attribute_set(name, path):
-    """A file of torch.save whose pickle looks `name` up, sets an attribute on what it gets, and is that."""
+    """A torch.save file whose pickle looks up `name`, sets an attribute on the result, and returns it."""
     torch.save(0, path)
     with zipfile.ZipFile(path) as archive:
         content = {entry: archive.read(entry) for entry in archive.namelist()}
@@ -142,8 +142,8 @@ def with_attribute_set(name, path):
 
 
 @pytest.mark.parametrize("name", NUMPY | PLAIN | INERT | TORCH)
-def test_a_pickle_changes_nothing_but_what_it_made(tmp_path, name):
-    """Whatever a file may name: what others use has no new attribute after it."""
+def test_a_pickle_cannot_change_shared_objects(tmp_path, name):
+    """For every name that a file may use: objects of other code have no new attribute afterwards."""
     with_attribute_set(name, tmp_path / "x")
     try:
         assert read_torch(tmp_path / "x").marked == 1  # on an object of its own
@@ -154,7 +154,7 @@ def test_a_pickle_changes_nothing_but_what_it_made(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_is_refused(tmp_path):
+def test_a_torchscript_program_is_refused(tmp_path):
     torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "p.pt"))
     with pytest.raises(GptlmError, match="p.pt is refused: it is a TorchScript program"):
         read_torch(tmp_path / "p.pt")

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries where a model is expected: training, fine-tuning, evaluating and predicting."""
+"""Checkpoints of other libraries as the model of training, fine-tuning, evaluation and prediction."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ SHORT = (
 ).split()
 
 
-def test_pretraining_goes_on_from_paddles_weights(work, capsys):
+def test_pretraining_starts_from_paddles_weights(work, capsys):
     write_config(work / "old")
     write_pdparams(work / "old/model_state.pdparams", paddle_tensors(stock(), True))
     command = ["pretrain", "--model_name_or_path", "old", "--continue_training", "--output_dir", "new", *SHORT]
@@ -58,7 +58,7 @@ def test_pretraining_goes_on_from_paddles_weights(work, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--load", "--resume_from_checkpoint"])
-def test_a_run_starts_from_megatrons_checkpoint_and_then_has_its_own(work, capsys, flag):
+def test_a_run_starts_from_megatrons_checkpoint_and_resumes_from_its_own(work, capsys, flag):
     write_megatron(stock(), work / "old", 2.0, 2, 2, vocab_size=50)
     command = ["pretrain", flag, "old", "--output_dir", "new", *SHORT, "--save_steps", "1"]
     assert main(command) == 0
@@ -72,8 +72,8 @@ def test_a_run_starts_from_megatrons_checkpoint_and_then_has_its_own(work, capsy
     assert "weights from new/checkpoint-2" in said
 
 
-def test_fleetx_goes_on_from_its_ckpt_dir(work, capsys):
-    """The configuration knows the heads, which the checkpoint does not."""
+def test_fleetx_starts_from_ckpt_dir(work, capsys):
+    """The number of heads is in the configuration, not in the checkpoint."""
     write_pdparams(work / "epoch_0_step_5/model.pdparams", paddle_tensors(stock(), True))
     configuration = f"""
 Global: {{seed: 1, local_batch_size: 2, micro_batch_size: 2}}
@@ -93,7 +93,7 @@ Optimizer: {{name: FusedAdamW, lr: {{max_lr: 1.0e-9, min_lr: 0.0, warmup_rate: 0
 
 @pytest.fixture
 def old(work):
-    """PaddleNLP's form of a small model with a tokenizer, in `old`; the stock folder in `plain`."""
+    """A small model with a tokenizer in PaddleNLP's format, in `old`; the stock folder in `plain`."""
     tokenizer = train_tokenizer(["the cat sat on the mat and the dog sat on the log"], 270)
     config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2)
     torch.manual_seed(0)
@@ -103,14 +103,14 @@ def old(work):
     return work
 
 
-def test_predicting_and_evaluating_give_what_the_plain_folder_gives(old, capsys):
+def test_prediction_and_evaluation_equal_those_of_the_stock_folder(old, capsys):
     (old / "text.txt").write_text("the cat sat on the log and the dog sat on the mat")
     capsys.readouterr()
     results = []
     for name in ("plain", "old"):
         predict = ["predict", "--model_name_or_path", name, "--prompt", "the cat", "--tgt_length", "6"]
         assert main([*predict, "--device", "cpu"]) == 0, capsys.readouterr().err
-        predicted = capsys.readouterr().out  # the log of the conversion, too, is on stderr
+        predicted = capsys.readouterr().out  # the log of the conversion is on stderr
         evaluate = ["evaluate", "--task", "TEXT", "--eval_path", "text.txt", "--model_name_or_path", name, "--json"]
         assert main([*evaluate, "--device", "cpu"]) == 0, capsys.readouterr().err
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -131,8 +131,8 @@ def test_fine_tuning_starts_from_it(old, capsys):
         assert torch.allclose(trained[name], value, rtol=0, atol=1e-6), name
 
 
-def test_what_cannot_be_converted_is_said(work, capsys):
-    """Printing converts nothing; a gap of the checkpoint stays the reason."""
+def test_failed_conversions(work, capsys):
+    """--print_config converts nothing. The error names what is missing in the checkpoint."""
     write_pdparams(work / "model_state.pdparams", paddle_tensors(stock(), True))
     words = ["--model_name_or_path", ".", "--output_dir", "new", "--continue_training", *SHORT]
     assert main(["pretrain", *words, "--print_config"]) == 1
@@ -143,7 +143,7 @@ def test_what_cannot_be_converted_is_said(work, capsys):
     assert not list((work / "cache/gptlm/converted").glob("[!.]*"))
 
 
-def test_megatrons_own_command_goes_on(work, capsys):
+def test_megatrons_own_command_starts_from_its_checkpoint(work, capsys):
     """The checkpoint of two tensor ranks has 256 rows; one rank pads the command's 50 entries to 128."""
     write_megatron(stock(), work / "old", 2.0, 2, 2)
     words = (
@@ -159,7 +159,7 @@ def test_megatrons_own_command_goes_on(work, capsys):
 
 
 def test_paddles_adapters_are_merged_trained_and_predicted_with(old, capsys):
-    """Adapters of q, k and v apart on the model of 2 layers and 16 dims; q of layer 1 is compared by hand."""
+    """Adapters of separate q, k and v on a model of 2 layers and hidden size 16; q of layer 1 is compared by hand."""
     rng = np.random.RandomState(0)
     arrays = {
         f"gpt.decoder.layers.{layer}.self_attn.{name}_proj.lora_{half}": rng.randn(*shape).astype(np.float32)
@@ -185,8 +185,8 @@ def test_paddles_adapters_are_merged_trained_and_predicted_with(old, capsys):
     assert "adapters contains adapters of PaddleNLP, not a model" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_comes_later_is_taken(tmp_path):
-    """The converted form belongs to the files it is made of, the tokenizer among them."""
+def test_a_new_tokenizer_is_converted_again(tmp_path):
+    """The cache folder depends on all source files, the tokenizer included."""
     before = cache_folder(tmp_path, [], None)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert cache_folder(tmp_path, [], None) != before

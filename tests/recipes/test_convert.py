@@ -1,4 +1,4 @@
-"""`gptlm convert` as users call it: there and back bit for bit, verified, nothing left where it fails."""
+"""`gptlm convert` as users call it: round trips are bit-exact and verified; a failure leaves nothing."""
 
 import json
 
@@ -32,8 +32,8 @@ def assert_equal(one, other):
         assert value.dtype == second[name].dtype and torch.equal(value, second[name]), name
 
 
-def test_there_and_back_is_bit_exact(folder, capsys):
-    """hf -> megatron (TP 2, PP 2) -> hf -> paddle fused -> hf, then split, .pdparams and Megatron as one rank."""
+def test_round_trips_are_bit_exact(folder, capsys):
+    """hf -> megatron (TP 2, PP 2) -> hf -> paddle fused -> hf, then split, .pdparams and Megatron on one rank."""
     steps = [
         ("a", "megatron", "m", "--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2"),
         ("m", "hf", "b"),
@@ -56,7 +56,7 @@ def test_there_and_back_is_bit_exact(folder, capsys):
     assert sorted(path.name for path in folder.iterdir()) == list("abcdmnpq")
 
 
-def test_shards_dtype_and_tokenizer(folder, capsys, monkeypatch):
+def test_shards_and_dtype(folder, capsys, monkeypatch):
     monkeypatch.setattr(safetensors_io, "SHARD_BYTES", 20_000)
     words = ["--from", str(folder / "a"), "--output", str(folder / "b"), "--dtype", "bfloat16"]
     assert main(["convert", *words]) == 0, capsys.readouterr().err
@@ -69,15 +69,15 @@ def test_shards_dtype_and_tokenizer(folder, capsys, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained(folder / "b").dtype == torch.bfloat16
 
 
-def test_an_unfitting_result_is_an_error_and_leaves_nothing(folder, capsys, monkeypatch):
-    """A file spoilt on its way to the disk is found by its logits."""
+def test_a_wrong_result_is_an_error_and_leaves_nothing(folder, capsys, monkeypatch):
+    """Weights that change while they are written are found by their logits."""
     written = safetensors.torch.save_file
 
-    def spoilt(tensors, *rest):
+    def changed_weights(tensors, *rest):
         written({name: value + 0.1 if "mlp.c_fc.bias" in name else value for name, value in tensors.items()}, *rest)
 
     words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
-    monkeypatch.setattr(safetensors.torch, "save_file", spoilt)
+    monkeypatch.setattr(safetensors.torch, "save_file", changed_weights)
     assert main(words) == 1
     assert "the converted model computes other logits" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["a"]
@@ -96,7 +96,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         ("--to hf", 2, "error: --output is missing"),
         ("--from a --output b --to gguf", 2, "expected one of hf, megatron, paddle"),
@@ -112,14 +112,14 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
         ("--from a --output b --vocab_size 51", 1, "has 50 rows"),
     ],
 )
-def test_what_is_wrong_is_said(folder, capsys, monkeypatch, words, code, says):
+def test_errors_and_wrong_arguments(folder, capsys, monkeypatch, words, code, message):
     monkeypatch.chdir(folder)
     for name in ("empty", "snapshot/iter7_snapshot", "dist"):
         (folder / name).mkdir(parents=True)
     (folder / "dist/__0_0.distcp").write_bytes(b"")
     before = sorted(folder.iterdir())
     assert main(["convert", *words.split()]) == code
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert sorted(folder.iterdir()) == before
 
 
@@ -149,7 +149,7 @@ def test_a_pdparams_file_alone(tmp_path, capsys):
     assert torch.allclose(logits(loaded), logits(stock()), rtol=0, atol=1e-5)
 
 
-def test_the_tokenizer_goes_along(folder, capsys):
+def test_the_tokenizer_is_saved_too(folder, capsys):
     from gptlm.model.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["a b a b c"], 260)
@@ -180,7 +180,7 @@ def test_two_conversions_into_one_folder_do_not_mix(folder, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
 
 
-def test_ranks_that_are_mixed_up_are_found(folder, capsys):
+def test_mixed_up_ranks_are_an_error(folder, capsys):
     degrees = ["--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2"]
     assert convert(folder, "--from", folder / "a", "--to", "megatron", "--output", folder / "m", *degrees) == 0
     one, other = sorted((folder / "m").rglob("mp_rank_0?_000"))
@@ -192,7 +192,7 @@ def test_ranks_that_are_mixed_up_are_found(folder, capsys):
     assert "the tensor-parallel ranks are mixed up" in capsys.readouterr().err
 
 
-def test_more_layers_than_the_configuration_says_are_refused(folder, capsys):
+def test_more_layers_than_in_the_configuration_are_an_error(folder, capsys):
     assert convert(folder, "--from", folder / "a", "--to", "paddle", "--output", folder / "p") == 0
     config = json.loads((folder / "p" / "config.json").read_text())
     (folder / "p" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
@@ -209,12 +209,12 @@ def test_more_layers_than_the_configuration_says_are_refused(folder, capsys):
         ("--consumed_samples 4", "--consumed_samples goes with --with_optimizer"),
     ],
 )
-def test_flags_against_the_checkpoint_are_refused(folder, capsys, words, says):
+def test_flags_that_contradict_the_checkpoint_are_refused(folder, capsys, words, says):
     assert convert(folder, "--from", folder / "a", "--output", folder / "b", *words.split()) != 0
     assert says in capsys.readouterr().err and not (folder / "b").exists()
 
 
-def test_weights_of_several_precisions_keep_the_widest(folder, capsys):
+def test_weights_of_several_dtypes_keep_the_widest(folder, capsys):
     stored = load_file(folder / "a" / "model.safetensors")
     changed = stored | {"transformer.wpe.weight": stored["transformer.wpe.weight"].half()}
     save_file(changed, folder / "a" / "model.safetensors", {"format": "pt"})
@@ -227,7 +227,7 @@ def test_weights_of_several_precisions_keep_the_widest(folder, capsys):
     assert "transformer.ln_f.weight is torch.int64, expected a floating-point tensor" in capsys.readouterr().err
 
 
-def test_numbers_that_are_not_finite_are_named(folder, capsys):
+def test_weights_that_are_not_finite_are_an_error(folder, capsys):
     stored = load_file(folder / "a" / "model.safetensors")
     stored["transformer.ln_f.bias"][0] = torch.nan
     save_file(stored, folder / "a" / "model.safetensors", {"format": "pt"})

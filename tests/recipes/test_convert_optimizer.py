@@ -1,7 +1,7 @@
-"""Training goes on from the optimizer of an original as if it had never been elsewhere, bit for bit.
+"""Training resumes bit for bit from the optimizer states of other libraries.
 
-A run of ours is stopped half-way, its weights and moments are written in the originals' layouts by hand, converted, and
-gone on from; the result is that of the run that was not stopped.
+The weights and moments of a checkpoint are written in the other libraries' formats by hand, converted and resumed. The
+result is that of the run that was not interrupted.
 """
 
 import json
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 
 def of_checkpoint(run, kind):
-    """Something that has a `state_dict`: weights or moments of the checkpoint, in stock GPT-2's layout."""
+    """An object with `state_dict()`: weights or moments of the checkpoint, in stock GPT-2's layout."""
     if kind == "weight":
         return SimpleNamespace(state_dict=lambda: load_file(run / "whole/checkpoint-2/model.safetensors"))
     stored = load_file(run / "whole/checkpoint-2/optimizer-00001.safetensors")
@@ -96,8 +96,8 @@ def halve(tree):
             tree[key] = value.half()
 
 
-def assert_goes_on(run, old, monkeypatch, capsys, *words):
-    """Converted and trained two steps on, it is what the whole run is."""
+def assert_resumes(run, old, monkeypatch, capsys, *words):
+    """After conversion and two more steps the weights equal those of the whole run."""
     monkeypatch.chdir(run)
     new = f"new-{old.parent.name}-{old.name}"
     command = ["convert", "--from", str(old), "--output", new, "--with_optimizer", "--vocab_size", "50", *words]
@@ -118,11 +118,11 @@ def assert_goes_on(run, old, monkeypatch, capsys, *words):
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
 def test_from_megatron(run, tmp_path, monkeypatch, capsys, ranks, stages, half):
     old = write_megatron_with_optimizer(run, tmp_path / f"m{ranks}{stages}{half}", ranks, stages, half)
-    assert_goes_on(run, old, monkeypatch, capsys)
+    assert_resumes(run, old, monkeypatch, capsys)
 
 
 def write_paddle_with_optimizer(run, folder, ranks, master):
-    """`optimizer.pdopt` by internal names; under O2 moments are those of the float32 weights, which are beside them."""
+    """`optimizer.pdopt` by internal names; under O2 the moments belong to the float32 weights, which it has, too."""
     write_config(folder)
     for rank in range(ranks):
         mark = f".tp{rank:02d}" if ranks > 1 else ""
@@ -144,11 +144,11 @@ def write_paddle_with_optimizer(run, folder, ranks, master):
 @pytest.mark.parametrize("master", [False, True])
 def test_from_paddle(run, tmp_path, monkeypatch, capsys, ranks, master):
     old = write_paddle_with_optimizer(run, tmp_path / f"p{ranks}{master}", ranks, master)
-    assert_goes_on(run, old, monkeypatch, capsys)
+    assert_resumes(run, old, monkeypatch, capsys)
 
 
 def in_two(states):
-    """The shares of two sharding ranks: tensors dealt out, the schedule on both."""
+    """The states of two sharding ranks: each has every other tensor, both have the schedule."""
     names = [name for name in states if name != "LR_Scheduler"]
     return [{name: states[name] for name in [*names[part::2], "LR_Scheduler"]} for part in range(2)]
 
@@ -161,7 +161,7 @@ def test_from_paddles_sharding_ranks(run, tmp_path, monkeypatch, capsys, ranks):
             mark = f"{'_' if ranks > 1 else '.'}shard{part:02d}.pdopt"
             Path(str(file).replace(".pdopt", mark)).write_bytes(pickle.dumps(share))
         file.unlink()
-    assert_goes_on(run, old, monkeypatch, capsys)
+    assert_resumes(run, old, monkeypatch, capsys)
 
 
 def test_from_fleetxs_sharding_ranks(run, tmp_path, monkeypatch, capsys):
@@ -174,20 +174,20 @@ def test_from_fleetxs_sharding_ranks(run, tmp_path, monkeypatch, capsys):
             folder.mkdir(parents=True)
             (folder / "model.pdparams").write_bytes((paddle / f"model_state.tp{rank:02d}.pdparams").read_bytes())
             (folder / "model_state.pdopt").write_bytes(pickle.dumps(share))
-    assert_goes_on(run, old, monkeypatch, capsys, "--num_attention_heads", "4", "--consumed_samples", "4")
+    assert_resumes(run, old, monkeypatch, capsys, "--num_attention_heads", "4", "--consumed_samples", "4")
 
 
 def test_from_fleetx(run, tmp_path, monkeypatch, capsys):
-    """The folder says the step; samples are asked for."""
+    """The step is in the folder's name; the user gives the samples."""
     paddle = write_paddle_with_optimizer(run, tmp_path / "p", 1, False)
     old = tmp_path / "epoch_0_step_2"
     old.mkdir()
     (paddle / "model_state.pdparams").rename(old / "model.pdparams")
     (paddle / "optimizer.pdopt").rename(old / "model_state.pdopt")
-    assert_goes_on(run, old, monkeypatch, capsys, "--num_attention_heads", "4", "--consumed_samples", "4")
+    assert_resumes(run, old, monkeypatch, capsys, "--num_attention_heads", "4", "--consumed_samples", "4")
 
 
-def test_what_has_no_optimizer_is_said(run, tmp_path, capsys):
+def test_checkpoints_without_readable_optimizer_states(run, tmp_path, capsys):
     write_megatron(stock(), tmp_path / "m", 3.0, 1, 1)
     write_deepspeed(stock(), tmp_path / "d", 1)
     write_config(tmp_path / "p")
@@ -207,7 +207,7 @@ def test_what_has_no_optimizer_is_said(run, tmp_path, capsys):
 
 
 def test_moments_of_other_parameters_are_refused(run, tmp_path, capsys):
-    """An optimizer whose groups or shapes are not those of the weights."""
+    """Optimizer states whose groups or shapes differ from those of the weights."""
     old = write_megatron_with_optimizer(run, tmp_path / "m", 1, 1, False)
     file = old / "iter_0000100/mp_rank_00/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
