@@ -83,7 +83,7 @@ def detect(path: Path) -> Found:
             raise GptlmError(f"{path} is {what}")
     if holds_paddle_adapters(path):
         raise GptlmError(
-            f"{path} contains adapters of PaddleNLP, not a model: give its model, and {path} as --{named('lora_path')}"
+            f"{path} contains adapters of PaddleNLP, not a model: give its model, and {path} as {named('lora_path')}"
         )
     found = _in_folder(path) if path.is_dir() else None
     if path.is_file() and path.suffix in (".pdparams", ".pt", ".pth"):

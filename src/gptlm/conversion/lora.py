@@ -21,7 +21,7 @@ from gptlm.conversion.paddle.layout import SPLIT_QKV, WRITTEN, gpt2_name, qkv_by
 from gptlm.conversion.paddle.read import configuration, read_tensors
 from gptlm.errors import GptlmError, named
 from gptlm.model.adapter_files import read_adapter_config
-from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, read_json
 from gptlm.model.safetensors_io import LazyTensors, save_tensors
 
 PADDLE_CONFIG = "lora_config.json"
@@ -191,13 +191,10 @@ def max_difference(one: Adapters, other: Adapters) -> float:
 
 def _paddle_settings(folder: Path) -> dict[str, Any]:
     path = folder / PADDLE_CONFIG
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        rank, alpha = settings["r"], float(settings["lora_alpha"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise GptlmError(f"{path} cannot be read ({error!r}); copy the adapters again") from error
-    if not isinstance(rank, int) or rank < 1 or not alpha > 0:
-        raise GptlmError(f"{path} is damaged: r is {rank!r}, lora_alpha {alpha:g}; copy the adapters again")
+    settings = read_json(path, remedy="copy the adapters again")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise GptlmError(f"{path} is damaged: r is {rank!r}, lora_alpha {alpha!r}; copy the adapters again")
     variant = next((key for key in PADDLE_VARIANTS if settings.get(key)), None)
     if variant:
         raise GptlmError(
@@ -227,7 +224,7 @@ def _merge_qkv(modules: dict[str, LowRank], heads: int | None, folder: Path) -> 
         if fused is None:
             result[f"{attention}.c_attn"] = _blocks([modules.get(f"{attention}.{part}") for part in SPLIT_QKV])
         elif not heads or len(fused.b) % (3 * heads):
-            raise GptlmError(f"{folder} does not contain the number of heads; give --{named('num_attention_heads')}")
+            raise GptlmError(f"{folder} does not contain the number of heads; give {named('num_attention_heads')}")
         else:
             result[f"{attention}.c_attn"] = LowRank(fused.a, qkv_by_kind(fused.b, heads, 0))
     return result

@@ -108,8 +108,7 @@ class Source(ABC):
     def progress(self) -> Progress:
         """How far training got. Raises GptlmError if the checkpoint has no optimizer state that can be read."""
         raise GptlmError(
-            f"optimizer states of this format ({self.found}) cannot be read; convert without "
-            f"--{named('with_optimizer')}"
+            f"optimizer states of this format ({self.found}) cannot be read; convert without {named('with_optimizer')}"
         )
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -131,7 +130,7 @@ class Source(ABC):
         heads = {shape.num_attention_heads for shape in same}
         if len(heads) != 1:
             raise GptlmError(
-                f"{self.found.folder} does not contain the number of heads; give --{named('num_attention_heads')}"
+                f"{self.found.folder} does not contain the number of heads; give {named('num_attention_heads')}"
             )
         self.notes.append(
             f"{min(heads)} heads, as in the built-in models with {layers} layers and hidden size {hidden_size}"
@@ -152,7 +151,7 @@ class Source(ABC):
         asked = options.vocab_size
         if asked and asked > rows and not options.may_grow:
             raise GptlmError(
-                f"--{named('vocab_size')} {asked}: the embedding in {self.found.folder} has {rows} rows; give less"
+                f"{named('vocab_size')} {asked}: the embedding in {self.found.folder} has {rows} rows; give less"
             )
         kept = min(asked or (rows if options.keep_padding else size) or rows, rows)
         self.shape = replace(self.shape, vocab_size=kept)

@@ -68,7 +68,7 @@ def max_difference(before: Tensor, after: Tensor) -> float:
     """
     if not (before.isfinite().all() and after.isfinite().all()):
         raise GptlmError(
-            f"the logits are not finite: the weights contain NaN or infinity, or --{named('dtype')} is too narrow for "
+            f"the logits are not finite: the weights contain NaN or infinity, or {named('dtype')} is too narrow for "
             "them (try bfloat16 or float32)"
         )
     largest = float((before - after).abs().max())

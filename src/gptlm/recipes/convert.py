@@ -124,7 +124,7 @@ def _staging_folder(output: Path) -> Iterator[Path]:
         with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
             try:
                 if output.is_dir() and any(output.iterdir()):
-                    raise UsageError(f"--{named('output')} {output} is not empty; give a new folder")
+                    raise UsageError(f"{named('output')} {output} is not empty; give a new folder")
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
                 yield staging
@@ -138,7 +138,7 @@ def _staging_folder(output: Path) -> Iterator[Path]:
                 Path(lock.lock_file).unlink(missing_ok=True)
     except Timeout:
         raise GptlmError(
-            f"another conversion is writing into {output}; wait until it ends, or give another --{named('output')}"
+            f"another conversion is writing into {output}; wait until it ends, or give another {named('output')}"
         ) from None
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_write_error(error):
@@ -180,11 +180,11 @@ def _check_arguments(source: Source, conversion: Conversion) -> None:
     heads, activation = conversion.reading.num_attention_heads, conversion.reading.activation
     if heads not in (None, source.shape.num_attention_heads):
         raise GptlmError(
-            f"--{named('num_attention_heads')} {heads}: the checkpoint has {source.shape.num_attention_heads}; leave "
+            f"{named('num_attention_heads')} {heads}: the checkpoint has {source.shape.num_attention_heads}; leave "
             "it out"
         )
     if activation is not None and (activation == "gelu") != (source.activation == "gelu"):
-        raise GptlmError(f"--{named('activation')} {activation}: the checkpoint has {source.activation}; leave it out")
+        raise GptlmError(f"{named('activation')} {activation}: the checkpoint has {source.activation}; leave it out")
     if conversion.main.to == "megatron":
         tensor = conversion.writing.tensor_parallel_degree
         check_degrees(source.shape, tensor, conversion.writing.pipeline_parallel_degree)
@@ -332,14 +332,14 @@ def _convert_adapters(path: Path, folder: Path, conversion: Conversion) -> None:
         "paddle_file": conversion.writing.paddle_file == "pdparams",
     }
     for flag in (flag for flag, value in unused.items() if value):
-        raise UsageError(f"--{named(flag)} is for models, but {path} contains adapters; leave it out")
+        raise UsageError(f"{named(flag)} is for models, but {path} contains adapters; leave it out")
     if main.to == "megatron":
         raise UsageError(
             "Megatron-LM has no format for adapters; merge them with scripts/merge_lora.py and convert the result"
         )
     if fused and heads is None:
         raise UsageError(
-            f"the columns of a fused qkv_proj are ordered by heads; give --{named('num_attention_heads')}, which "
+            f"the columns of a fused qkv_proj are ordered by heads; give {named('num_attention_heads')}, which "
             "adapters do not contain"
         )
     adapters = lora.read_paddle(path, heads) if from_paddle else lora.read_peft(path)

@@ -28,7 +28,7 @@ from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
 
 MASTER_WEIGHTS = "fp32_from_fp16_params"
-WITHOUT_OPTIMIZER = f"convert without --{named('with_optimizer')}"
+WITHOUT_OPTIMIZER = f"convert without {named('with_optimizer')}"
 
 
 class MegatronSource(ShardedSource):
@@ -303,8 +303,8 @@ def _activation(values: Mapping[str, Any], options: ReadOptions, where: Path, no
         notes.append(f"activation {options.activation} (--activation)")
         return options.activation
     raise GptlmError(
-        f"{where} does not contain the form of GELU (bias_gelu_fusion): give --{named('activation')} gelu_new (the "
-        f"fused kernel, Megatron's default, and NVIDIA's published 345M model) or --{named('activation')} gelu"
+        f"{where} does not contain the form of GELU (bias_gelu_fusion): give {named('activation')} gelu_new (the "
+        f"fused kernel, Megatron's default, and NVIDIA's published 345M model) or {named('activation')} gelu"
     )
 
 

@@ -24,12 +24,12 @@ def check_degrees(shape: Shape, tensor: int, pipeline: int) -> None:
     """Raises UsageError if a model of `shape` cannot be split so."""
     if shape.num_attention_heads % tensor or shape.intermediate_size % tensor:
         raise UsageError(
-            f"--{named('tensor_parallel_degree')} {tensor} does not divide {shape.num_attention_heads} heads and a "
+            f"{named('tensor_parallel_degree')} {tensor} does not divide {shape.num_attention_heads} heads and a "
             f"feed-forward size of {shape.intermediate_size}"
         )
     if shape.num_hidden_layers % pipeline:
         raise UsageError(
-            f"--{named('pipeline_parallel_degree')} {pipeline} does not divide {shape.num_hidden_layers} layers"
+            f"{named('pipeline_parallel_degree')} {pipeline} does not divide {shape.num_hidden_layers} layers"
         )
 
 

@@ -1,6 +1,5 @@
 """Read checkpoints of PaddleNLP and FleetX: `.pdparams` for any TP x PP, and PaddleNLP's unified safetensors."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,8 @@ from gptlm.conversion.source import (
     first_value,
     merge_replicated,
 )
-from gptlm.errors import GptlmError, named, reason_of
-from gptlm.model.files import CONFIG, read_config
+from gptlm.errors import GptlmError, named
+from gptlm.model.files import CONFIG, read_config, read_json
 from gptlm.model.safetensors_io import LazyTensors
 
 OLD_CONFIG = "model_config.json"
@@ -34,7 +33,7 @@ TANH_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and Fle
 NAME_TABLE = "StructuredToParameterName@@"  # name -> internal name, in paddle.save's files
 BIG_ARRAYS = "UnpackBigParamInfor@@"
 MASTER_WEIGHTS = "master_weights"
-WITHOUT_OPTIMIZER = f"convert without --{named('with_optimizer')}"
+WITHOUT_OPTIMIZER = f"convert without {named('with_optimizer')}"
 
 
 class PaddleSource(ShardedSource):
@@ -87,10 +86,7 @@ class PaddleSource(ShardedSource):
 
     def progress(self) -> Progress:
         path = self.found.folder / "trainer_state.json"  # PaddleNLP's
-        try:
-            state = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-        except (OSError, ValueError, TypeError) as error:
-            raise GptlmError(f"{path} is damaged ({reason_of(error)}); copy the folder again") from error
+        state = read_json(path) if path.is_file() else {}
         schedule = _optimizer_beside(self.found.files[0][0]).get("LR_Scheduler") or {}
         steps = state.get("global_step") or schedule.get("last_epoch") or self.found.step
         if not steps:
@@ -253,13 +249,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     """
     if (folder / CONFIG).is_file():
         return read_config(folder / CONFIG)
-    path = folder / OLD_CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        return _flat_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise GptlmError(f"{path} cannot be read ({reason_of(error)}); copy the folder again") from error
+    return _flat_config(read_json(folder / OLD_CONFIG)) if (folder / OLD_CONFIG).is_file() else {}
 
 
 def _flat_config(content: Any) -> dict[str, Any]:

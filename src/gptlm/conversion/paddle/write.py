@@ -19,7 +19,7 @@ from gptlm.model.safetensors_io import save_model_weights
 
 def check_writable(source: Source) -> None:
     """Raises GptlmError if PaddleNLP's network cannot compute what `source` computes."""
-    instead = f"write it --{named('to')} hf or megatron"
+    instead = f"write it {named('to')} hf or megatron"
     if source.activation == "gelu":
         raise GptlmError(
             f"PaddleNLP's GPT computes the tanh form of GELU, {source.found.folder} has the erf form (gelu); {instead}"
