@@ -100,7 +100,7 @@ def base_model_of(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise GptlmError(
             f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path is {base!r}); give "
-            f"--{named('model_name_or_path')} BASE --{named('lora_path')} {folder}"
+            f"{named('model_name_or_path')} BASE {named('lora_path')} {folder}"
         )
     return base
 
@@ -114,7 +114,7 @@ def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None
     if is_adapter(Path(name)):
         if lora_path:
             raise GptlmError(
-                f"{name} and --{named('lora_path')} {lora_path} are both adapters; merge one with scripts/merge_lora.py"
+                f"{name} and {named('lora_path')} {lora_path} are both adapters; merge one with scripts/merge_lora.py"
             )
         return base_model_of(Path(name)), name
     if lora_path:
@@ -124,4 +124,4 @@ def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None
 
 def base_hint(adapters: str | None) -> str:
     """The end of a message that the base model of `adapters` is not found."""
-    return f"; give --{named('model_name_or_path')} BASE --{named('lora_path')} {adapters}" if adapters else ""
+    return f"; give {named('model_name_or_path')} BASE {named('lora_path')} {adapters}" if adapters else ""

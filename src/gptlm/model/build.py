@@ -198,7 +198,7 @@ def _cause(model: Any) -> str:
             "diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
         )
     if any(weight.dtype == torch.float16 for weight in model.parameters()):
-        return f"its activations overflow float16; use --{named('bf16')}, or neither for float32"
+        return f"its activations overflow float16; use {named('bf16')}, or neither for float32"
     if any(weight.numel() == 0 for weight in weights.values()):  # ZeRO stage 3: the weights are partitioned
         return "its training diverged or its file is damaged, take an earlier checkpoint or copy the folder again"
     return "its weights are finite but so large that activations overflow; take an earlier checkpoint"

@@ -59,7 +59,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_file() and (path.parent / ADAPTER_CONFIG).is_file():
         raise GptlmError(
-            f"{path.parent} holds adapters, no model: --{named('lora_path')} trains and predicts with them, on their "
+            f"{path.parent} holds adapters, no model: {named('lora_path')} trains and predicts with them, on their "
             "base model, and `gptlm merge-lora` makes a model of the two"
         )
     config = read_json(path, "the model config ")

@@ -195,8 +195,8 @@ def check_base(checkpoint: Path, base: Path) -> None:
     if trained_on and found and trained_on != found:
         raise GptlmError(
             f"the adapters in the checkpoint {checkpoint} were trained on {_base_name(checkpoint) or 'another model'}, "
-            f"the weights in {base} are others; give the same --{named('model_name_or_path')}, or another "
-            f"--{named('output_dir')} (--{named('lora_path')} {checkpoint} trains them on the new weights)"
+            f"the weights in {base} are others; give the same {named('model_name_or_path')}, or another "
+            f"{named('output_dir')} ({named('lora_path')} {checkpoint} trains them on the new weights)"
         )
 
 

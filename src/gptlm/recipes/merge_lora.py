@@ -35,9 +35,9 @@ def merge_lora(arguments: MergeArguments) -> None:
     source = model_folder(base, base_hint(str(adapters)))
     for what, folder in (("adapters", adapters), ("model", Path(source))):
         if output.resolve() == folder.resolve():
-            raise GptlmError(f"--{named('output_path')} {output} is the folder of the {what}; give another one")
+            raise GptlmError(f"{named('output_path')} {output} is the folder of the {what}; give another one")
     if has_weights(output):
-        raise GptlmError(f"--{named('output_path')} {output} holds a model already; give a new folder")
+        raise GptlmError(f"{named('output_path')} {output} holds a model already; give a new folder")
     merge(source, adapters, output, getattr(torch, arguments.dtype))
 
 
@@ -72,5 +72,5 @@ def _check_finite(model: torch.nn.Module, adapters: Path, dtype: torch.dtype) ->
         if not torch.isfinite(weight.to(dtype)).all():
             raise GptlmError(
                 f"{name} has values up to {weight.abs().max().item():.3g}, which {dtype} cannot hold; give "
-                f"--{named('dtype')} bfloat16 or float32"
+                f"{named('dtype')} bfloat16 or float32"
             )
