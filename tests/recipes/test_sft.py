@@ -277,7 +277,7 @@ def test_adapters_of_plain_peft_are_judged_by_what_they_name(model, tmp_path, ca
     for base, named, says in (
         (model, str(model), None),
         (other, str(model), "are others"),
-        (other, "openai-community/gpt2", "cannot be told"),
+        (other, "openai-community/gpt2", "cannot be compared"),
         (other, "some/other", None),
     ):
         settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": named}))

@@ -1,7 +1,6 @@
-"""Undo the tokenization of public corpora, as Megatron's `tasks/zeroshot_gpt/detokenizer.py` does, step by step.
+"""Undo the tokenization of public corpora with the steps of Megatron's `tasks/zeroshot_gpt/detokenizer.py`, in order.
 
-The order of the steps matters. One step of the original for WikiText matches slashes only and changes no prose; it is
-left out.
+One step of the original for WikiText is omitted: it matches slashes only and does not change prose.
 """
 
 import re
@@ -15,7 +14,7 @@ WIKITEXT_MARKS: tuple[Step, ...] = (
     (" @.@ ", "."),
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
-WIKITEXT_PAIRS: tuple[Step, ...] = (  # no blanks just inside a pair
+WIKITEXT_PAIRS: tuple[Step, ...] = (  # remove blanks just inside a pair
     (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
     (r"{\s*([^}]*?)\s*}", r"{\1}"),
@@ -44,7 +43,7 @@ PTB: tuple[Step, ...] = (
 
 
 def detokenize(text: str, how: str) -> str:
-    """`text` as prose; `how` is "wikitext", "ptb", or "lambada" or "none", which change nothing."""
+    """`text` as prose; `how` is "wikitext" or "ptb"; "lambada" and "none" change nothing."""
     if how == "wikitext":
         text = _replace(text, WIKITEXT_MARKS)
         for pattern, replacement in WIKITEXT_PAIRS:

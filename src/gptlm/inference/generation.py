@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from gptlm.data.encoder import log_special_tokens
 from gptlm.errors import GptlmError, named
 from gptlm.model.build import check_finite
+from gptlm.model.tokenizer import encode_texts
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +74,7 @@ def encode_prompts(
     names = names or numbered(len(prompts))
     if not allow_special_tokens:
         log_special_tokens("prompts", tokenizer, prompts)
-    literal = not allow_special_tokens
-    rows = [
-        tokenizer(prompt, add_special_tokens=False, split_special_tokens=literal)["input_ids"] for prompt in prompts
-    ]
+    rows = encode_texts(tokenizer, prompts, allow_special_tokens)
     empty = [name for name, row in zip(names, rows, strict=True) if not row]
     if tokenizer.eos_token_id is None and empty:
         raise GptlmError(

@@ -1,6 +1,6 @@
-"""How likely a model holds given tokens: windows over a long text, log-probabilities, likeliest tokens.
+"""Score given tokens with a model: sliding windows over a long text, log-probabilities, greedy matches.
 
-Of all logits only those of scored targets are computed, a chunk at a time.
+Logits are computed for the scored targets only, a chunk at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids, of which the last `scored` (at least 1, not the first id) are targets; the model sees all before."""
+    """Token ids. The last `scored` of them are targets (at least 1, never the first id); the others are context."""
 
     ids: Tokens
     scored: int
@@ -29,28 +29,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """What the model makes of a row: the summed -log p of its targets, and for each whether it is the likeliest."""
+    """The score of a row: summed -log p of its targets, and for each target whether it is the argmax."""
 
     loss: float
     hits: tuple[bool, ...]
 
 
 class Windows(Sequence[Row]):
-    """Windows of `length` inputs over `tokens`, each `step` tokens further; every target is scored once.
+    """Sliding windows over `tokens` in which every target is scored once.
 
-    The first window scores all its targets, each later one those behind the one before; the last may be shorter.
-    Megatron's `tasks/zeroshot_gpt` without its trailing windows that score nothing.
+    The first window scores all of its targets, each later one those that follow the window before. The last may be
+    shorter. These are the windows of Megatron's `tasks/zeroshot_gpt`, without its last ones that score nothing.
 
     Args:
-        tokens: (n,) ids, n at least 2; the n - 1 behind the first are targets.
-        length: inputs of a window, so it spans length + 1 tokens.
-        step: 1 to `length`.
+        tokens: (n,) ids, n at least 2; all but the first are targets.
+        length: inputs of a window, which therefore spans length + 1 tokens.
+        step: tokens between the starts of two windows, 1 to `length`.
     """
 
     def __init__(self, tokens: Tokens, length: int, step: int):
         assert len(tokens) >= 2 and 1 <= step <= length
         self.tokens, self.length, self.step = tokens, length, step
-        self.rest = max(len(tokens) - 1 - length, 0)  # targets behind the first window
+        self.rest = max(len(tokens) - 1 - length, 0)  # targets after the first window
 
     def __len__(self) -> int:
         return 1 + -(-self.rest // self.step)
@@ -73,7 +73,10 @@ class Windows(Sequence[Row]):
 def score(
     model: GPTLMHeadModel, rows: Sequence[Row], batch_size: int, share: tuple[int, int] = (0, 1)
 ) -> Iterator[list[tuple[int, Score]]]:
-    """Batches of (number of the row, its score) of the share (i, n): every n-th batch, beginning with the i-th.
+    """Yields, for each batch, the pairs (index of a row, its score).
+
+    Args:
+        share: (i, n) scores every n-th batch from the i-th on, so that n processes score all rows once.
 
     Raises:
         GptlmError: if the logits are not finite.
@@ -87,6 +90,7 @@ def score(
 def _score_batch(model: GPTLMHeadModel, rows: Sequence[Row]) -> list[Score]:
     hidden = model.transformer(input_ids=_padded(rows).to(model.device)).last_hidden_state
     ends = [len(row.ids) - 1 for row in rows]
+    # (targets of all rows, width)
     kept = torch.cat([hidden[i, end - row.scored : end] for i, (row, end) in enumerate(zip(rows, ends, strict=True))])
     targets = np.concatenate([np.asarray(row.ids[-row.scored :], dtype=np.int64) for row in rows])
     losses, hits = _losses(model, kept, torch.from_numpy(targets).to(kept.device))
@@ -97,7 +101,7 @@ def _score_batch(model: GPTLMHeadModel, rows: Sequence[Row]) -> list[Score]:
 
 
 def _padded(rows: Sequence[Row]) -> Tensor:
-    """Inputs (rows, longest) int64. Padding stands on the right, where causal attention never looks."""
+    """Inputs (rows, longest) int64. Padding is on the right, where causal attention needs no mask."""
     ids = np.zeros((len(rows), max(len(row.ids) for row in rows) - 1), dtype=np.int64)
     for i, row in enumerate(rows):
         ids[i, : len(row.ids) - 1] = row.ids[:-1]
@@ -105,7 +109,12 @@ def _padded(rows: Sequence[Row]) -> Tensor:
 
 
 def _losses(model: GPTLMHeadModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p (N,) float64 from float32 logits, and whether the target is the likeliest (N,), of (N, D) and (N,)."""
+    """-log p (targets,) in float64 from float32 logits, and whether the target is the argmax (targets,).
+
+    Args:
+        hidden: (targets, width).
+        targets: (targets,) ids.
+    """
     losses, hits = [], []
     for part, target in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
         logits = model.lm_head(part).float()

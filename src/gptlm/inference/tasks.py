@@ -1,7 +1,7 @@
-"""The tasks of an evaluation: what is scored, and what the scores mean.
+"""The tasks of `gptlm evaluate`: LAMBADA and perplexity.
 
-A task has `rows` to score, `tally` turns the score of one row into numbers that are summed over all rows (and all
-processes), `report` turns the sums into results, `lines` says them.
+A task has `rows` to score. `tally` turns the score of one row into numbers, which are summed over all rows of all
+processes. `report` turns the sums into results, `lines` into lines of the log.
 """
 
 import json
@@ -13,31 +13,36 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.data import text_files
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Row, Score, Tokens, Windows
+from gptlm.model.tokenizer import encode_texts
 
-AT_ONCE = 1000  # documents that are encoded together
-HIGHEST = 20.0  # Megatron's limit of exponents: exp(20) is 4.9e8
+ENCODED_TOGETHER = 1000  # documents
+MAX_EXPONENT = 20.0  # Megatron's limit for perplexities: exp(20) = 4.9e8
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ClozeRow(Row):
-    """A text of LAMBADA; `strict`: its targets are the last word, `last`: its last target is the text's last token."""
+    """A text of LAMBADA. `strict`: the targets are the last word; `last`: the last target is the text's last token."""
 
     strict: bool
     last: bool
 
 
 class Cloze:
-    """LAMBADA: whether the last word, and the last token, is what the model holds likeliest.
+    """LAMBADA: the accuracy of the last word (all of its tokens) and of the last token.
 
     Args:
+        length: inputs of a window, in tokens.
         names: of the texts, for messages.
 
     Attributes:
-        cut: names of the texts that were longer than the window and kept their end.
+        cut: names of the texts that were longer than the window and lost their beginning.
+
+    Raises:
+        GptlmError: if a last word does not fit into the window.
     """
 
     def __init__(
@@ -49,27 +54,22 @@ class Cloze:
         *,
         allow_special_tokens: bool = False,
     ):
-        def encode(batch: list[str]) -> list[list[int]]:
-            return tokenizer(batch, add_special_tokens=False, split_special_tokens=not allow_special_tokens)[
-                "input_ids"
-            ]
-
         self.examples = len(texts)
         names = names or [f"text {number}" for number in range(1, len(texts) + 1)]
-        rows = _cloze_rows(texts, encode)
+        rows = _cloze_rows(texts, lambda batch: encode_texts(tokenizer, batch, allow_special_tokens))
         strict = list(zip(names, (row for row in rows if row.strict), strict=True))
         for name, row in strict:
             if row.scored > length:
                 raise GptlmError(
-                    f"{name}: the last word has {row.scored} tokens, --max_seq_length {length} cannot hold it; "
-                    "give more"
+                    f"{name}: the last word has {row.scored} tokens, {named('max_seq_length')} {length} cannot hold "
+                    "it; give more"
                 )
         self.cut = [name for name, row in strict if len(row.ids) > length + 1]
         rows = [ClozeRow(row.ids[-(length + 1) :], row.scored, row.strict, row.last) for row in rows]
-        self.rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)  # batches of like lengths
+        self.rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)  # so that a batch has little padding
 
     def tally(self, number: int, score: Score) -> tuple[float, float, float, float]:
-        """Right words, right last tokens, and of last words -log p and number of tokens."""
+        """Correct words, correct last tokens, -log p of the last words, and their number of tokens."""
         row = self.rows[number]
         word = (all(score.hits), score.loss, row.scored) if row.strict else (0, 0, 0)
         return word[0], row.last and score.hits[-1], word[1], word[2]
@@ -89,7 +89,7 @@ class Cloze:
         return sums[2] / sums[3]
 
     def lines(self, report: Report, sums: Sequence[float]) -> list[str]:
-        perplexity = math.exp(min(HIGHEST, sums[2] / self.examples))
+        perplexity = math.exp(min(MAX_EXPONENT, sums[2] / self.examples))
         return [
             _cloze_line(report, "strict", "every token of the whole last word is the likeliest"),
             _cloze_line(report, "last_token", "the last token of the text as it is tokenized is the likeliest"),
@@ -98,13 +98,13 @@ class Cloze:
 
 
 class Reading:
-    """Perplexity of tokens, scored in windows.
+    """Perplexity of a sequence of tokens in sliding windows.
 
     Args:
         tokens: (n,) ids, n at least 2.
-        length, step: of a window and between windows, in tokens.
-        words: original tokens of the text, None where there are none.
-        limit: windows to score, None for all.
+        length, step: of `Windows`.
+        words: number of words of the original text for the adjusted perplexity, or None.
+        limit: number of windows to score, or None for all.
     """
 
     def __init__(self, tokens: Tokens, length: int, step: int, *, words: int | None, limit: int | None = None):
@@ -126,9 +126,9 @@ class Reading:
             "num_tokens": self.tokens,
             "num_scored": int(sums[1]),
             "loss": loss,
-            "ppl": math.exp(min(HIGHEST, loss)),
+            "ppl": math.exp(min(MAX_EXPONENT, loss)),
             "token_ratio": ratio,
-            "adjusted_ppl": None if ratio is None else math.exp(min(HIGHEST, loss * ratio)),
+            "adjusted_ppl": None if ratio is None else math.exp(min(MAX_EXPONENT, loss * ratio)),
             "overlapping_eval": self.step,
         }
 
@@ -150,10 +150,10 @@ class Reading:
 
 
 def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[tuple[str, str]]:
-    """The first `limit` texts of a LAMBADA file, each with its place.
+    """The first `limit` texts of a LAMBADA file as pairs (place for messages, text).
 
     Raises:
-        GptlmError: naming the line that is no object with a `text` of two words.
+        GptlmError: naming a line that is not an object with a `text` of two words.
     """
     lines = read_text(path).split("\n")
     placed = [(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
@@ -163,22 +163,17 @@ def read_cloze(path: str, limit: int | None, detokenizer: str) -> list[tuple[str
 def encode_documents(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False
 ) -> list[int]:
-    """The ids of `texts` end to end, as `gptlm preprocess --append_eos` lays them: each ends with one end of text.
-
-    A special token spelled in a text stays text, unless `allow_special_tokens`.
-    """
+    """The ids of `texts`, concatenated as by `gptlm preprocess --append_eos`: each ends with one end-of-text token."""
     ids: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for start in range(0, len(texts), AT_ONCE):
-        batch = list(texts[start : start + AT_ONCE])
-        literal = not allow_special_tokens
-        for row in tokenizer(batch, add_special_tokens=False, split_special_tokens=literal)["input_ids"]:
+    for start in range(0, len(texts), ENCODED_TOGETHER):
+        for row in encode_texts(tokenizer, texts[start : start + ENCODED_TOGETHER], allow_special_tokens):
             ids += row if end and row[-1:] == end else [*row, *end]
     return ids
 
 
 def read_text(path: str) -> str:
-    """A text file as it is, line ends included.
+    """The content of a text file, with its line ends.
 
     Raises:
         GptlmError: if it is missing, empty or not UTF-8.
@@ -200,7 +195,7 @@ def _cloze_text(line: str, place: str) -> str:
 
 
 def _cloze_rows(texts: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> list[ClozeRow]:
-    """One row for both measures where the text's own tokens are the context's and the word's; else one each."""
+    """One row per text for both measures, or two if the text's tokens are not those of its context and last word."""
     words = [text.split()[-1] for text in texts]
     contexts = [text[: text.rfind(word)].strip() for text, word in zip(texts, words, strict=True)]
     labels = encode([f" {word}" for word in words])

@@ -142,6 +142,16 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
     return merges
 
 
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], allow_special_tokens: bool = False
+) -> list[list[int]]:
+    """The ids of each text; a special token in a text stays text, unless `allow_special_tokens`."""
+    if not texts:  # an IndexError in transformers
+        return []
+    literal = not allow_special_tokens
+    return tokenizer(list(texts), add_special_tokens=False, split_special_tokens=literal)["input_ids"]
+
+
 @doing("training the tokenizer")
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE like GPT-2's. `<|endoftext|>` gets id 0 and is bos, eos, unk and pad.

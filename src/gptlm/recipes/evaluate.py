@@ -1,4 +1,4 @@
-"""What a trained model is worth: text or token files -> model -> accuracies and perplexities."""
+"""Evaluate a trained model: text or token files -> model -> accuracies and perplexities."""
 
 import json
 import logging
@@ -25,10 +25,10 @@ from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
 from gptlm.inference.loading import check_model_folder, find_model, load_for_inference, tokenizer_folder
 from gptlm.inference.scoring import score
-from gptlm.inference.tasks import Cloze, Reading, Report, encode_documents, read_cloze, read_text
+from gptlm.inference.tasks import MAX_EXPONENT, Cloze, Reading, Report, encode_documents, read_cloze, read_text
 from gptlm.model.files import shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.model.tokenizer import fingerprint, load_tokenizer
+from gptlm.model.tokenizer import encode_texts, fingerprint, load_tokenizer
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device
 from gptlm.recipes.common.main_process_first import join_by_cpu
@@ -36,39 +36,41 @@ from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 
-MANY = 200  # examples from which an accuracy near 0 tells something
-SPARE_ROWS = 1024  # more rows than tokens than this are no padding of a vocabulary
+MIN_EXAMPLES = 200  # from which an accuracy near 0 is not chance
+MAX_PADDING = 1024  # rows of the embedding without a token, which pad a vocabulary to a multiple
 
 
 def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Report:
-    """Run it; says the result, or prints it as JSON, and returns it.
+    """Log the results, or print them as JSON; returns them.
 
     Raises:
         GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
     """
-    rank, world = ranks.rank(), ranks.world_size()
     quiet = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
     with quiet, process_group_closed(arguments.ddp_timeout):
-        start_logging(main_process=rank == 0)
+        start_logging(main_process=ranks.is_main_process())
         quiet_transformers()
         for note in notes:
             logger.info("%s", note)
-        report = _evaluate(arguments, rank, world)
-    if arguments.json and rank == 0:
+        report = _evaluate(arguments)
+    if arguments.json and ranks.is_main_process():
         sys.stdout.write(json.dumps(report) + "\n")
     return report
 
 
-def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
+def _evaluate(arguments: EvaluateArguments) -> Report:
     machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(machine)
     source, adapters = find_model(arguments.model_name_or_path or "", arguments.lora_path)
     check_model_folder(source, adapters)
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
-    join_by_cpu(arguments.ddp_timeout)  # a few sums
-    model, _ = load_for_inference(source, _device(machine.device), dtype=machine.dtype, lora_path=adapters)
-    sums = _sums(model, task, arguments, (rank, world))
+    join_by_cpu(arguments.ddp_timeout)  # the processes exchange a few sums only
+    device = torch.device(machine.device)
+    if machine.device != "cpu":
+        device = torch.device(machine.device, ranks.local_rank() % torch.cuda.device_count())
+    model, _ = load_for_inference(source, device, dtype=machine.dtype, lora_path=adapters)
+    sums = _sums(model, task, arguments)
     report = {
         "task": arguments.task,
         "model": arguments.model_name_or_path,
@@ -78,7 +80,7 @@ def _evaluate(arguments: EvaluateArguments, rank: int, world: int) -> Report:
     }
     if isinstance(task, Reading):
         report["detokenizer"] = None if arguments.task == "DATA" else arguments.detokenizer
-    _say(task, report, sums, model.config.vocab_size)
+    _log(task, report, sums, model.config.vocab_size)
     return report
 
 
@@ -90,24 +92,22 @@ def _device(kind: str) -> torch.device:
 
 
 def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer of the model or of its adapters, judged before the weights are read; and rows of the embedding."""
+    """The tokenizer of the model or of its adapters, and the rows of the embedding. Needs no weights."""
     folder = tokenizer_folder(source, adapters)
     tokenizer = load_tokenizer(folder)
     rows = shape_of_config(Path(source) / "config.json").vocab_size
     if folder != source:
-        rows = max(rows, len(tokenizer))  # adapters may bring tokens of their own
-    highest = max(tokenizer.get_vocab().values())  # ids may have gaps
+        rows = max(rows, len(tokenizer))  # adapters may have rows for added tokens
+    highest = max(tokenizer.get_vocab().values())  # not the number of entries: ids may have gaps
     if highest >= rows:
         raise GptlmError(
-            f"the tokenizer in {source} has {len(tokenizer)} entries with ids up to {highest}, the model's vocabulary "
+            f"the tokenizer in {folder} has {len(tokenizer)} entries with ids up to {highest}, the model's vocabulary "
             f"{rows}: they are not of one model; put the model's own tokenizer there"
         )
-    if rows - len(tokenizer) > SPARE_ROWS:
+    if rows - len(tokenizer) > MAX_PADDING:
         logger.warning(
             "the tokenizer in %s has %d entries, the model's vocabulary %d: is it the model's own?",
-            source,
-            len(tokenizer),
-            rows,
+            *(folder, len(tokenizer), rows),
         )
     return tokenizer, rows
 
@@ -140,7 +140,7 @@ def _task(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows
 
 
 def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Ids of a text file, read as one piece, and its original tokens."""
+    """The ids of a text file, which is one text, and its number of words."""
     text = read_text(arguments.eval_path or "")
     if not arguments.allow_special_tokens:
         log_special_tokens(f"texts of {arguments.eval_path}", tokenizer, [text])
@@ -149,7 +149,7 @@ def _text_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBas
 
 
 def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Ids of the texts in a file of records, end to end, and their original tokens."""
+    """The ids of the texts in a file of records, concatenated, and their number of words."""
     path, key = arguments.eval_path or "", arguments.json_key
     records = list(read_texts(path, key))
     texts = [text for text in records if text.strip()]
@@ -166,17 +166,17 @@ def _record_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerB
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, allow_special_tokens: bool) -> list[int]:
-    """The ids of `text`, of which a long one is encoded in pieces: in one it takes 140 bytes per character."""
+    """The ids of `text`. A long text is encoded in pieces: in one it takes 140 bytes of memory per character."""
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=not allow_special_tokens)["input_ids"]
+        return encode_texts(tokenizer, texts, allow_special_tokens)
 
     pieces = Cutter(tokenizer.backend_tokenizer, allow_special_tokens, encode).pieces(text)
     return [number for piece in pieces for number in encode([piece])[0]]
 
 
 def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
-    """The ids of the split's documents end to end, as they lie in the file."""
+    """The ids of the split's documents, in the order of the file."""
     corpora = open_corpora(arguments.input_dir or "", arguments.split)
     if len(corpora) != 1:
         raise GptlmError(f"--input_dir {arguments.input_dir} names {len(corpora)} corpora; give the prefix of one")
@@ -199,32 +199,29 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
 
 
 @doing("scoring")
-def _sums(
-    model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments, share: tuple[int, int]
-) -> Sequence[float]:
-    """What `tally` gives, summed over all rows and processes."""
+def _sums(model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments) -> Sequence[float]:
+    """The results of `task.tally`, summed over all rows and processes."""
+    world = ranks.world_size()
     batches = math.ceil(len(task.rows) / arguments.batch_size)
     tallies = torch.zeros(4 if isinstance(task, Cloze) else 2, dtype=torch.float64)
-    for done, scores in enumerate(score(model, task.rows, arguments.batch_size, share), start=1):
+    for done, scores in enumerate(score(model, task.rows, arguments.batch_size, (ranks.rank(), world)), start=1):
         for number, one in scores:
             tallies += torch.tensor(task.tally(number, one), dtype=torch.float64)
         if done % arguments.logging_freq == 0:
-            logger.info("batch %d of %d", min(done * share[1], batches), batches)
-    if share[1] > 1:
+            logger.info("batch %d of %d", min(done * world, batches), batches)
+    if world > 1:
         dist.all_reduce(tallies)
     return tallies.tolist()
 
 
-def _say(task: Cloze | Reading, report: dict[str, Any], sums: Sequence[float], vocab_size: int) -> None:
+def _log(task: Cloze | Reading, report: dict[str, Any], sums: Sequence[float], vocab_size: int) -> None:
     for line in task.lines(report, sums):
         logger.info("validation results on %s | %s", report["task"], line)
-    perplexity = math.exp(min(20.0, task.loss(sums)))
-    blind = report.get("accuracy_last_token", 1.0) < 0.005 and report["num_examples"] >= MANY
-    if blind or perplexity > vocab_size / 2:
+    perplexity = math.exp(min(MAX_EXPONENT, task.loss(sums)))
+    guesses = report.get("accuracy_last_token", 1.0) < 0.005 and report["num_examples"] >= MIN_EXAMPLES
+    if guesses or perplexity > vocab_size / 2:
         logger.warning(
             "this looks like a wrong vocabulary, or like weights that were never trained: a token's perplexity is "
             "%.0f, guessing among the %d entries of the vocabulary gives %d; is the tokenizer the model's own?",
-            perplexity,
-            vocab_size,
-            vocab_size,
+            *(perplexity, vocab_size, vocab_size),
         )
