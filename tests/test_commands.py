@@ -128,7 +128,7 @@ def test_shards_of_several_machines_merge_to_the_whole(work, tmp_path, parts):
         ("--input_path missing.jsonl --model_name tok", 1, "missing.jsonl: no file"),
         ("--input_path bad.jsonl --model_name tok", 1, "bad.jsonl, line 2: broken JSON"),
         ("--input_path bad.jsonl --model_name tok --workers 2", 1, "bad.jsonl, line 2: broken JSON"),
-        ("--input_path letters.txt", 2, "no tokenizer is named"),
+        ("--input_path letters.txt", 2, "no tokenizer: give --model_name_or_path"),
         ("--input_path letters.txt --vocab_file tok/vocab.json", 2, "--merge_file"),
         ("--input_path letters.txt --model_name nowhere", 1, "'nowhere' is neither a folder"),
         ("--input_path letters.txt --model_name tok --dataset_impl slow", 2, "'slow'"),

@@ -5,17 +5,18 @@ import shlex
 
 import pytest
 
+from gptlm.commands.convert import parse_convert
+from gptlm.commands.data import parse_order, parse_prefix
+from gptlm.commands.evaluate import EVALUATE, resolve_evaluate
+from gptlm.commands.merge_lora import parse_merge
+from gptlm.commands.plan import parse_plan
+from gptlm.commands.predict import parse_predict
+from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.sft import parse_sft
-from gptlm.config.args.convert import parse_convert
-from gptlm.config.args.data_tools import parse_order, parse_prefix
-from gptlm.config.args.evaluate import EVALUATE, resolve_evaluate
-from gptlm.config.args.predict import parse_predict
-from gptlm.config.args.preprocess import parse_preprocess, parse_tokenizer
-from gptlm.config.args.sft import parse_merge
+from gptlm.commands.tokenizer import parse_tokenizer
 from gptlm.config.parser import parse
 from gptlm.launcher.args import parse_launch
-from gptlm.planner.args import parse_plan
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

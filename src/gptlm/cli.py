@@ -14,23 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gptlm.commands.convert import CONVERT, parse_convert
+from gptlm.commands.data import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
+from gptlm.commands.demo import DEMO, parse_demo
+from gptlm.commands.evaluate import EVALUATE, parse_evaluate, resolve_evaluate
+from gptlm.commands.evaluate import HELP as EVALUATE_HELP
+from gptlm.commands.merge_lora import MERGE, parse_merge, resolve_merge
+from gptlm.commands.plan import PLAN, parse_plan, with_layout
+from gptlm.commands.predict import PREDICT, parse_predict, resolve_predict
+from gptlm.commands.preprocess import PREPROCESS, parse_preprocess
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.commands.sft import SFT, parse_sft
+from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
-from gptlm.config.args.convert import CONVERT, parse_convert
-from gptlm.config.args.data_tools import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
-from gptlm.config.args.evaluate import EVALUATE, parse_evaluate, resolve_evaluate
-from gptlm.config.args.evaluate import HELP as EVALUATE_HELP
-from gptlm.config.args.predict import PREDICT, STDIN, parse_predict, resolve_predict
-from gptlm.config.args.preprocess import (
-    DEMO,
-    PREPROCESS,
-    TOKENIZER,
-    parse_demo,
-    parse_preprocess,
-    parse_tokenizer,
-)
-from gptlm.config.args.sft import MERGE, parse_merge, resolve_merge
+from gptlm.config.args.inference import STDIN
 from gptlm.config.help import help_text
 from gptlm.config.parser import Vocabulary
 from gptlm.config.run import Run
@@ -41,7 +38,6 @@ from gptlm.launcher.args import HELP as LAUNCH_HELP
 from gptlm.launcher.args import LAUNCH, parse_launch
 from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
-from gptlm.planner.args import PLAN, parse_plan, with_layout
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import is_launched, rank, world_size
 

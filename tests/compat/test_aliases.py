@@ -8,12 +8,12 @@ import pytest
 from transformers import TrainingArguments
 
 from gptlm.cli import COMMANDS, DATA_TOOLS
+from gptlm.commands.evaluate import EVALUATE
+from gptlm.commands.merge_lora import MERGE
+from gptlm.commands.predict import PREDICT
+from gptlm.commands.preprocess import PREPROCESS
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.commands.sft import SFT, parse_sft
-from gptlm.config.args.evaluate import EVALUATE
-from gptlm.config.args.predict import PREDICT
-from gptlm.config.args.preprocess import PREPROCESS
-from gptlm.config.args.sft import MERGE
 from gptlm.config.help import help_text
 from gptlm.config.parser import FALSE, parse
 from gptlm.errors import UsageError

@@ -1,13 +1,15 @@
 """FleetX configurations: files, bases, overrides, every generation, and what the originals' cases ask for."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from gptlm.commands.evaluate import resolve_evaluate
+from gptlm.commands.predict import resolve_predict
 from gptlm.commands.pretrain import parse_pretrain
-from gptlm.config.args.evaluate import resolve_evaluate
-from gptlm.config.args.predict import resolve_predict
+from gptlm.config.args.inference import EvaluateArguments, PredictArguments
 from gptlm.errors import UsageError
 
 BASE = """\
@@ -344,7 +346,7 @@ Generation:
 def test_evaluation_and_generation_sections(folder):
     (folder / "own.yaml").write_text(EVAL)
     words = ["-c", str(folder / "own.yaml"), "-o", "Offline_Eval.cloze_eval=True", "-o", "Engine.save_load.ckpt_dir=x"]
-    values = resolve_evaluate(words, printing=True).values
+    values = asdict(resolve_evaluate(words, printing=True)[EvaluateArguments])
     assert (values["task"], values["batch_size"], values["max_seq_length"]) == ("LAMBADA", 8, 64)
     assert (values["model_name_or_path"], values["eval_path"], values["fp16"]) == ("x", "./wiki.valid.tokens", True)
     (folder / "own.yaml").write_text(GENERATION)
@@ -352,7 +354,7 @@ def test_evaluation_and_generation_sections(folder):
     with pytest.raises(UsageError, match="ckpt_dir .* is empty: give --model_name_or_path"):
         resolve_predict(words)
     parsed = resolve_predict([*words, "--model_name_or_path", "m", "--top_k", "5"])
-    values = parsed.values
+    values = asdict(parsed[PredictArguments])
     assert (values["do_sample"], values["top_k"], values["top_p"], values["tgt_length"]) == (True, 5, 0.75, 512)
     assert values["min_new_tokens"] == 1 and values["seed"] == 1024
     assert values["prompt"] == ["Hi, GPT2. Tell me who Jack Ma is."]

@@ -6,15 +6,15 @@ from dataclasses import asdict
 import pytest
 
 from gptlm.cli import main
+from gptlm.commands.evaluate import parse_evaluate
+from gptlm.commands.merge_lora import parse_merge
+from gptlm.commands.plan import parse_plan
+from gptlm.commands.predict import parse_predict
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.commands.sft import parse_sft
-from gptlm.config.args.evaluate import parse_evaluate
-from gptlm.config.args.predict import parse_predict
-from gptlm.config.args.sft import parse_merge
 from gptlm.config.parser import parse
 from gptlm.errors import GptlmError, UsageError, named, with_flags_shown
 from gptlm.model.presets import Shape
-from gptlm.planner.args import parse_plan
 
 
 def save_model(folder, positions=64):

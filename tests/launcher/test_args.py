@@ -171,27 +171,30 @@ def test_flags_without_effect_are_noted():
         ("--gpu 0 --devises 0 x.py", "--devises is unknown; did you mean --devices"),
         ("--xpus 0,1 x.py", "--xpus 0,1: gptlm runs on NVIDIA GPUs and CPUs"),
         ("--npus 0 x.py", "--npus 0: gptlm runs on NVIDIA GPUs"),
-        ("--gpus a,b x.py", "--devices 'a,b': expected the numbers of cards"),
-        ("--gpus 0,0 x.py", "a card is named twice"),
+        ("--gpus a,b x.py", "--gpus 'a,b': expected GPU indices"),
+        ("--gpus 0,0 x.py", "a GPU is listed twice"),
         ("--gpus 0,1 --nproc_per_node 3 x.py", "--nproc_per_node 3 with 2 devices"),
         ("--nproc_per_node 0 x.py", "expected at least 1"),
-        ("--nnodes 2:4 --master a:1 x.py", "--nnodes 2:4: elastic runs are not implemented"),
+        ("--nnodes 2:4 --master a:1 x.py", "--nnodes 2:4: elastic training is not implemented"),
         ("--nnodes 0 x.py", "--nnodes 0: expected the number of nodes"),
         ("--nnodes two x.py", "--nnodes two: expected the number of nodes"),
-        ("--nnodes 2 x.py", "2 nodes need to know where to meet: add --master ADDRESS:PORT"),
-        ("x.py --num-nodes 2", "2 nodes need to know where to meet"),
-        ("--nnodes 2 --master etcd://a:1 x.py", "etcd is not used; give ADDRESS:PORT"),
+        ("--nnodes 2 x.py", "2 nodes need a rendezvous: add --master ADDRESS:PORT"),
+        ("x.py --num-nodes 2", "2 nodes need a rendezvous"),
+        ("--nnodes 2 --master etcd://a:1 x.py", "etcd is not supported; give ADDRESS:PORT"),
         ("--nnodes 2 --master a:0 x.py", "--master a:0: expected ADDRESS:PORT"),
         ("--nnodes 2 --master a:1 --port 2 x.py", "name different ports"),
         ("--nnodes 2 --master a:1 --rank 2 x.py", "--rank 2: expected 0 to 1"),
-        ("--ips a,b --nnodes 3 x.py", "--ips names 2 nodes, --nnodes 3"),
-        ("--ips a,b x.py", "none of the nodes a,b is this machine: add --rank N"),
-        ("--ips own,own x.py", "more than one of the nodes own,own is this machine: add --rank N"),
-        ("--ips a,b --host c x.py", "none of the nodes a,b is c"),
+        ("--ips a,b --nnodes 3 x.py", "--ips has 2 addresses, --nnodes is 3"),
+        ("--ips a,b x.py", "--ips a,b: none of the addresses belongs to this machine; add --rank N"),
+        ("--ips own,own x.py", "--ips own,own: more than one of the addresses belongs to this machine; add --rank N"),
+        ("--ips a,b --host c x.py", "--ips a,b: none of the addresses belongs to c"),
         ("--port 70000 x.py", "--port 70000: expected 1 to 65535"),
         ("--elastic_level 1 x.py", "the number of nodes is fixed"),
         ("--run_mode ps x.py", "parameter servers are not used"),
-        ("--gpus 0 --num-nodes 2 --ips a,b x.py --num-nodes 3", "--num-nodes 3 among the script's words contradicts"),
+        (
+            "--gpus 0 --num-nodes 2 --ips a,b x.py --num-nodes 3",
+            "among the script's arguments contradicts",
+        ),
     ],
 )
 def test_what_is_refused(words, message):
@@ -208,7 +211,7 @@ def test_all_problems_are_reported_together():
 
 def test_a_gpu_that_the_environment_hides():
     assert plan("--gpus 1 x.py", visible="1,2").devices == ("1",)
-    with pytest.raises(UsageError, match="card 0 is not in CUDA_VISIBLE_DEVICES=1,2"):
+    with pytest.raises(UsageError, match="GPU 0 is not in CUDA_VISIBLE_DEVICES=1,2"):
         plan("--gpus 0,1 x.py", visible="1,2")
 
 

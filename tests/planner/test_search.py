@@ -7,10 +7,12 @@ import time
 import pytest
 
 from gptlm.cli import main
+from gptlm.commands.plan import parse_plan, with_layout
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.config.args.training import ParallelArguments, TrainingArguments
 from gptlm.config.derive import LAYOUT
 from gptlm.errors import GptlmError, UsageError
-from gptlm.planner.args import parse_plan, with_layout, words_of
+from gptlm.planner.args import words_of
 from gptlm.planner.memory import GIB, Layout, Sizes
 from gptlm.planner.search import USABLE, Cluster, candidates, layouts, smallest
 
@@ -75,12 +77,15 @@ def test_the_printed_command_resolves(capsys):
         ("--num_gpus 0", "--num_gpus 0: expected at least 1"),
         ("--num_gpuss 8", "--num_gpuss is unknown; did you mean --num_gpus?"),
         ("--num_gpu 4", "--num_gpu is unknown; did you mean --num_gpus?"),
-        ("--num-gpus-per-node 4", "--num-gpus-per-node: the cards to plan for are --num_gpus in all"),
+        ("--num-gpus-per-node 4", "--num-gpus-per-node: use --num_gpus"),
         ("--gpu_memry=4", "--gpu_memry=4 is unknown; did you mean --gpu_memory?"),
         ("--tensor_paralel_degree 4", "did you mean --tensor_parallel_degree?"),
-        ("--tensor_parallel_degree 1 --pipeline_parallel_degree 2 --world_size 2", "are what is planned"),
-        ("-c pretrain_gpt_1.3B_dp8 -o Distributed.mp_degree=2", "are what is planned"),
-        ("--world_size 2", "--world_size 2: the cards to plan for are --num_gpus"),
+        (
+            "--tensor_parallel_degree 1 --pipeline_parallel_degree 2 --world_size 2",
+            "chooses tensor and pipeline degrees",
+        ),
+        ("-c pretrain_gpt_1.3B_dp8 -o Distributed.mp_degree=2", "chooses tensor and pipeline degrees"),
+        ("--world_size 2", "--world_size 2: use --num_gpus"),
     ],
 )
 def test_what_cannot_be_planned(words, says):
@@ -127,7 +132,7 @@ def test_the_printed_command_takes_back_what_the_job_says():
     )
     job = parse_plan(["--num_gpus", "8", *words])
     for layout in (Layout(data=8, micro=4, accumulation=2), Layout(pipeline=2, data=4, micro=16, stage=1, shards=4)):
-        run = parse_pretrain([*words, *words_of(layout, job.given)], {"WORLD_SIZE": "8"})
+        run = parse_pretrain([*words, *words_of(layout, job.parallel, job.training)], {"WORLD_SIZE": "8"})
         stage = f"stage{layout.stage}" if layout.stage else ""
         assert (run.parallel.sharding, run.parallel.sharding_parallel_degree) == (stage, layout.shards)
         assert (run.parallel.virtual_pp_degree, run.parallel.sequence_parallel, run.training.recompute) == (1, 0, 0)
@@ -150,9 +155,8 @@ def test_auto_parallel_takes_the_best(capsys):
 
 def test_all_that_a_layout_decides_is_told():
     """But for what is taken back (-1) or follows from the batch."""
-    given = {name: 0 for name in (*LAYOUT, "sharding_parallel_degree", "data_parallel_degree")}
     layout = Layout(tensor=2, pipeline=2, chunks=2, data=2, stage=1, shards=2, recompute="full", sequence=True)
-    words = words_of(layout, {**given, "local_batch_size": None})
+    words = words_of(layout, ParallelArguments(), TrainingArguments())
     assert {word.removeprefix("--") for word in words[::2]} == set(LAYOUT)
 
 

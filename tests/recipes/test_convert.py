@@ -100,7 +100,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
     [
         ("--to hf", 2, "error: --output is missing"),
         ("--from a --output b --to gguf", 2, "expected one of hf, megatron, paddle"),
-        ("--from a --output b --tensor_parallel_degree 2", 2, "is for --to megatron"),
+        ("--from a --output b --tensor_parallel_degree 2", 2, "needs --to megatron"),
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
         ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),
         ("--from a --output a", 2, "is not empty"),
@@ -206,7 +206,7 @@ def test_more_layers_than_in_the_configuration_are_an_error(folder, capsys):
     [
         ("--num_attention_heads 3", f"--num_attention_heads 3: the checkpoint has {HEADS}; leave it out"),
         ("--activation gelu", "--activation gelu: the checkpoint has gelu_new; leave it out"),
-        ("--consumed_samples 4", "--consumed_samples goes with --with_optimizer"),
+        ("--consumed_samples 4", "--consumed_samples needs --with_optimizer"),
     ],
 )
 def test_flags_that_contradict_the_checkpoint_are_refused(folder, capsys, words, says):

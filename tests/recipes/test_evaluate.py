@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
-from gptlm.config.args.evaluate import parse_evaluate
+from gptlm.commands.evaluate import parse_evaluate
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
 from gptlm.model.tokenizer import train_tokenizer

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from gptlm.commands.evaluate import parse_evaluate
 from gptlm.commands.pretrain import parse_pretrain
-from gptlm.config.args.evaluate import parse_evaluate
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.common.main_process_first import waits_limited
 from tests.conftest import ROOT

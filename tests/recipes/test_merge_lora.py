@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from gptlm.config.args.sft import parse_merge
+from gptlm.commands.merge_lora import parse_merge
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
 from gptlm.model.lora import add_adapters, save_adapters

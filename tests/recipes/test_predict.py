@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gptlm.cli import main
-from gptlm.config.args.predict import DEFAULT_PROMPTS
+from gptlm.config.args.inference import DEFAULT_PROMPTS
 from gptlm.model.tokenizer import train_tokenizer
 from tests.conftest import ROOT
 

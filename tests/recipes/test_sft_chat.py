@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
+from gptlm.commands.evaluate import parse_evaluate
+from gptlm.commands.predict import parse_predict
 from gptlm.commands.sft import parse_sft
-from gptlm.config.args.evaluate import parse_evaluate
-from gptlm.config.args.predict import parse_predict
 from gptlm.errors import UsageError
 from gptlm.inference.generation import encode_prompts, stop_ids
 from gptlm.inference.loading import load_for_inference

@@ -7,7 +7,7 @@ suggests the nearest known name. All errors are reported together.
 import difflib
 import json
 import types
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -138,45 +138,12 @@ class Parsed:
         if line not in self.notes:
             self.notes.append(line)
 
-    @property
-    def values(self) -> "_Values":
-        return _Values(self)
-
     def as_json(self) -> str:
         """Values, the source of each, and the lines for the log."""
         values = {f.name: getattr(group, f.name) for group in self.groups.values() for f in fields(group)}
         sources = {name: source.text for name, source in self.sources.items()}
         refusals = [f"this version refuses to run it: {line}" for line in self.refusals]
         return json.dumps({"run": values, "from": sources, "notes": [*self.notes, *refusals]}, indent=1)
-
-
-class _Values(MutableMapping[str, Any]):
-    """For commands that do not use typed groups yet."""
-
-    def __init__(self, parsed: Parsed):
-        self.parsed = parsed
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.parsed.sources:
-            raise KeyError(name)
-        return self.parsed.value(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.parsed.set(name, value, self.parsed.sources[name])
-
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parsed.sources)
-
-    def __len__(self) -> int:
-        return len(self.parsed.sources)
-
-
-def build(group: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass `group` with its share of `values`."""
-    return group(**{f.name: values[f.name] for f in fields(group)})
 
 
 def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gptlm.errors import UsageError, named, with_flags_shown
 
@@ -28,3 +29,13 @@ def usage_error(problems: Iterable[Problem], typed: Mapping[str, str]) -> UsageE
     """All `problems`, each once, as one error; `typed` maps a field to the word that the user typed for it."""
     lines = (with_flags_shown(problem.marked, typed) for problem in problems)
     return UsageError("\n".join(dict.fromkeys(lines)))
+
+
+def missing(group: Any, *fields: str) -> list[Problem]:
+    """A problem for each of `fields` that is unset or empty."""
+    return [Problem(field, "is missing") for field in fields if not getattr(group, field)]
+
+
+def not_a_folder(field: str, path: str | None) -> list[Problem]:
+    text = f"{path}: expected folder/name, this is a folder"
+    return [Problem(field, text)] if (path or "").endswith("/") else []

@@ -1,55 +1,74 @@
-"""The launcher's command line, `[launcher's words] SCRIPT [script's words]`, becomes one plan in torchrun's terms.
+"""`gptlm launch`: `[launcher's arguments] SCRIPT [script's arguments]` becomes one plan in torchrun's terms.
 
-The words are PaddlePaddle's (`paddle.distributed.launch`) and OneFlow's, whose training script launches itself: its
-words for nodes and GPUs count wherever they stand.
+The arguments are those of `paddle.distributed.launch`, and of OneFlow, whose training script launches itself: OneFlow's
+arguments for nodes and GPUs are accepted before and after the script.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.field import arg, check_fields
-from gptlm.config.origin import Origin, Source
-from gptlm.config.parser import Parsed, Vocabulary, build, parse
-from gptlm.errors import UsageError
-from gptlm.launcher import aliases as spellings
+from gptlm.config.field import LARGEST_PORT, arg, check_fields
+from gptlm.config.parser import Parsed, Vocabulary, parse
+from gptlm.config.problem import Problem, usage_error
+from gptlm.config.run import tried
+from gptlm.errors import named
+from gptlm.launcher import aliases
 from gptlm.launcher.script import program, split_command
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
-RESOLVED = Source(Origin.DERIVED, "resolved")
 CARD = r"\d+|(?:GPU|MIG)-[\w/-]+"
 HELP = """
-One process per GPU; on several nodes the same command starts on each.
-[FILE.json] and the flags come first, then a script (FILE.py or -m MODULE) and its own flags. A whole command that
-begins with python -m paddle.distributed.launch, or python -m oneflow_gpt.training, may follow as it is."""
+One process per GPU. On several nodes, run the same command on each.
+[FILE.json] and the launcher's arguments come first, then a script (FILE.py or -m MODULE) and its arguments. A whole
+command that begins with python -m paddle.distributed.launch or python -m oneflow_gpt.training is accepted too."""
+
+
+def bad_devices(text: str) -> str | None:
+    cards = _split_devices(text)
+    if not all(re.fullmatch(CARD, card) for card in cards):
+        return f"{text!r}: expected GPU indices like 0,1"
+    return f"{text}: a GPU is listed twice" if len(set(cards)) < len(cards) else None
+
+
+def bad_nodes(text: str) -> str | None:
+    low, _, high = text.partition(":")
+    if not low.isascii() or not low.isdigit() or int(low) < 1 or (high and not high.isdigit()):
+        return f"{text}: expected the number of nodes"
+    if high and int(high) != int(low):
+        return f"{text}: elastic training is not implemented, {aliases.RESTARTS}; give one number of nodes"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArguments:
-    """One process per GPU, on one node or on several: the same command starts on each."""
+    """Launcher"""
 
-    devices: str | None = arg(None, "cards of this node, as 0,1; one process for each; unset: all that are visible")
-    nproc_per_node: int | None = arg(
-        None, "processes on this node; unset: one for each card, 1 where there is none", ge=1
+    devices: str | None = arg(
+        None, "GPUs of this node, such as 0,1, one process each; unset: all visible GPUs", check=bad_devices
     )
-    nnodes: str | None = arg(None, "nodes; unset: as many as ips names, or 1")
-    master: str | None = arg(None, "address:port of one of the nodes, at which they meet")
-    ips: list[str] = arg([], "addresses of all nodes, in the order of their ranks", words=True)
-    rank: int | None = arg(None, "this node's rank, from 0; unset: found by its address in ips, or at the meeting")
+    nproc_per_node: int | None = arg(None, "processes per node; unset: one per GPU, or 1 without a GPU", ge=1)
+    nnodes: str | None = arg(None, "number of nodes; unset: number of ips, or 1", check=bad_nodes)
+    master: str | None = arg(None, "rendezvous address:port, on one of the nodes")
+    ips: list[str] = arg([], "addresses of all nodes in rank order", words=True)
+    rank: int | None = arg(None, "rank of this node, from 0; unset: by its address in ips, or by the rendezvous")
     port: int | None = arg(
-        None, "port of the meeting; unset: that of master, a free one on one node, else 29500", ge=1, le=2**16 - 1
+        None,
+        "rendezvous port; unset: the port in master, a free port on one node, else 29500",
+        ge=1,
+        le=LARGEST_PORT,
     )
-    host: str | None = arg(None, "this node's address, where it has several")
-    job_id: str = arg("default", "name of the run, the same on all nodes")
-    log_dir: str = arg("log", "folder of workerlog.N, the output of process N of this node")
-    log_overwrite: bool = arg(False, "begin workerlog.N anew instead of adding to it")
+    host: str | None = arg(None, "address of this node, if it has several")
+    job_id: str = arg("default", "job name, the same on all nodes")
+    log_dir: str = arg("log", "folder for workerlog.N, the output of local process N")
+    log_overwrite: bool = arg(False, "overwrite workerlog.N instead of appending")
 
 
-LAUNCH = Vocabulary((LaunchArguments,), spellings.LAUNCH_RENAMED, spellings.LAUNCH_IGNORED, spellings.LAUNCH_REFUSED)
+LAUNCH = Vocabulary((LaunchArguments,), aliases.LAUNCH_RENAMED, aliases.LAUNCH_IGNORED, aliases.LAUNCH_REFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +77,14 @@ class LaunchPlan:
 
     Attributes:
         processes: processes on this node.
-        rank: of this node; None: the nodes find their ranks when they meet.
-        master: address at which the processes meet.
-        port: None: one node, any free port.
-        devices: the cards the processes may see; none: all.
-        host: this node's address; None: the machine's own answer.
+        rank: of this node; None: assigned by the rendezvous.
+        master: rendezvous address.
+        port: rendezvous port; None: one node, any free port.
+        devices: visible GPUs; empty: all.
+        host: address of this node; None: found by torchrun.
         script: a path, or `-m` and a module (and gptlm's command).
-        words: what the script is given.
-        notes: lines for the user.
+        words: arguments of the script.
+        notes: lines for the log.
     """
 
     processes: int
@@ -83,11 +102,11 @@ class LaunchPlan:
     notes: tuple[str, ...]
 
     def torchrun(self) -> list[str]:
-        """The command, `torchrun` its first word."""
-        return ["torchrun", *self._meeting(), "--nproc_per_node", str(self.processes), *self.script, *self.words]
+        """The torchrun command."""
+        return ["torchrun", *self._rendezvous(), "--nproc_per_node", str(self.processes), *self.script, *self.words]
 
     def environment(self) -> dict[str, str]:
-        """What the command's environment has beyond ours."""
+        """Variables to add to the environment."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
 
     def shown(self) -> str:
@@ -96,7 +115,7 @@ class LaunchPlan:
             [*(f"{k}={shlex.quote(v)}" for k, v in self.environment().items()), shlex.join(self.torchrun())]
         )
 
-    def _meeting(self) -> list[str]:
+    def _rendezvous(self) -> list[str]:
         if self.port is None:
             return ["--standalone", "--local_addr", LOOPBACK]
         here = ["--local_addr", self.host] if self.host and self.nodes > 1 else []
@@ -117,162 +136,148 @@ def parse_launch(
 ) -> LaunchPlan:
     """The plan of a command line under CUDA_VISIBLE_DEVICES=`visible`.
 
-    `count_cards` counts the machine's GPUs where nothing else says how many; `is_own` knows the machine's addresses.
+    Args:
+        count_cards: counts the GPUs of the machine, if nothing else gives their number.
+        is_own: whether an address belongs to this machine.
 
     Raises:
         UsageError: listing everything that is wrong.
     """
     before, script, words = split_command(argv)
-    problems: list[str] = []
-    try:
-        started, note = program(script)
-    except UsageError as error:
-        problems.append(str(error))
-    try:
-        parsed = parse(LAUNCH, before)
-        problems += _take_script_words(parsed, words)
-    except UsageError as error:
-        raise UsageError("\n".join([*problems, str(error)])) from None
-    values = parsed.values
-    devices, wrong = _devices(values["devices"], visible)
-    problems += [*wrong, *_ranges(values)]
-    problems += [problem.marked for problem in check_fields(build(LaunchArguments, values))]
-    problems += [] if problems else [*_nodes(parsed, is_own), *_processes(parsed, devices)]
-    if problems:
-        raise UsageError("\n".join(problems))
+    problems: list[Problem] = []
+    started = tried(lambda: program(script), problems)
+    parsed = tried(lambda: parse(LAUNCH, before), problems)
+    inner = tried(lambda: parse(LAUNCH, _launch_arguments(words)), problems)
+    if parsed is None or inner is None:
+        raise usage_error(problems, {})
+    problems += _take_from_script(parsed, inner)
+    arguments = parsed[LaunchArguments]
+    problems += check_fields(arguments)
+    devices = _split_devices(arguments.devices) if arguments.devices else ()
+    if not problems:
+        problems += [*_resolve_nodes(parsed, is_own), *_device_problems(parsed, devices, visible)]
+    if problems or started is None:
+        raise usage_error(problems, parsed.typed)
+    command, note = started
     if note:
         parsed.note(note)
-    processes = values["nproc_per_node"] or len(devices) or _cards(visible, count_cards)
-    taken = {name: values[name] for name in ("master", "port", "host", "job_id", "log_overwrite")}
+    arguments = parsed[LaunchArguments]
     return LaunchPlan(
-        **taken, processes=processes, nodes=int(values["nnodes"]), rank=values["rank"], devices=devices,
-        log_dir=Path(values["log_dir"]), script=started, words=tuple(words), notes=tuple(parsed.notes),
-    )  # fmt: skip
+        processes=arguments.nproc_per_node or len(devices) or _count_visible(visible, count_cards),
+        nodes=int(arguments.nnodes or 1),
+        rank=arguments.rank,
+        master=arguments.master or LOOPBACK,
+        port=arguments.port,
+        devices=devices,
+        host=arguments.host,
+        job_id=arguments.job_id,
+        log_dir=Path(arguments.log_dir),
+        log_overwrite=arguments.log_overwrite,
+        script=command,
+        words=tuple(words),
+        notes=tuple(parsed.notes),
+    )
 
 
-def _take_script_words(parsed: Parsed, words: Sequence[str]) -> Iterator[str]:
-    """Take over what OneFlow's script is told about nodes and GPUs; the script is told as well."""
-    taken: list[str] = []
+def _launch_arguments(words: Sequence[str]) -> list[str]:
+    """The launcher's arguments among a script's: OneFlow's training script launches itself."""
+    found: list[str] = []
     inside = False
     for word in words:
         if word.startswith("--"):
-            inside = word[2:].partition("=")[0].replace("-", "_") in spellings.LAUNCH_WORDS_OF_SCRIPTS
-        taken += [word] if inside else []
-    told = parse(LAUNCH, taken)
-    for name, source in told.sources.items():
-        if source.origin is Origin.DEFAULT:
-            continue
-        if not parsed.is_default(name) and parsed.values[name] != told.values[name]:
-            yield (
-                f"{source.text} {_text(told.values[name])} among the script's words contradicts "
-                f"{parsed.sources[name].text} {_text(parsed.values[name])}; give one"
-            )
-        parsed.set(name, told.values[name], source)
+            inside = word[2:].partition("=")[0].replace("-", "_") in aliases.LAUNCH_WORDS_OF_SCRIPTS
+        found += [word] if inside else []
+    return found
+
+
+def _take_from_script(parsed: Parsed, inner: Parsed) -> Iterator[Problem]:
+    """Use the script's arguments for nodes and GPUs; the script gets them as well."""
+    for name in inner.typed:
+        value = inner.value(name)
+        if parsed.given(name) and parsed.value(name) != value:
+            outer = f"{parsed.typed[name]} {_text(parsed.value(name))}"
+            text = f"{inner.typed[name]} {_text(value)} among the script's arguments contradicts {outer}; give one"
+            yield Problem("", text)
+        parsed.set(name, value, inner.sources[name])
 
 
 def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _devices(text: str | None, visible: str | None) -> tuple[tuple[str, ...], list[str]]:
-    """The cards named by `text`, and what is wrong with it."""
-    if text is None:
-        return (), []
-    cards = [card.strip() for card in text.strip("'\"[]").split(",")]
-    bad = next((card for card in cards if not re.fullmatch(CARD, card)), None)
-    if bad is not None:
-        return (), [f"--devices {text!r}: expected the numbers of cards, as 0,1"]
-    if len(set(cards)) < len(cards):
-        return (), [f"--devices {text}: a card is named twice"]
+def _split_devices(text: str) -> tuple[str, ...]:
+    return tuple(card.strip() for card in text.strip("'\"[]").split(","))
+
+
+def _device_problems(parsed: Parsed, devices: tuple[str, ...], visible: str | None) -> Iterator[Problem]:
     known = [card.strip() for card in (visible or "").split(",") if card.strip()]
-    missing = [card for card in cards if known and card not in known]
-    if missing:
-        return (), [
-            f"--devices {text}: card {missing[0]} is not in CUDA_VISIBLE_DEVICES={visible}, which the environment "
-            "sets; name some of those, or unset it"
-        ]
-    return tuple(cards), []
+    hidden = next((card for card in devices if known and card not in known), None)
+    if hidden is not None:
+        text = f"{parsed[LaunchArguments].devices}: GPU {hidden} is not in CUDA_VISIBLE_DEVICES={visible}"
+        yield Problem("devices", f"{text} of the environment; use those GPUs, or unset the variable")
+    asked, given = parsed[LaunchArguments].nproc_per_node, ",".join(devices)
+    if asked and devices and asked > len(devices):
+        yield Problem(
+            "nproc_per_node", f"{asked} with {len(devices)} devices ({given}): each process needs its own GPU"
+        )
+    elif asked and asked < len(devices):
+        parsed.note(f"{named('nproc_per_node')} {asked} leaves {len(devices) - asked} of the devices {given} idle")
 
 
-def _cards(visible: str | None, count_cards: Callable[[], int]) -> int:
+def _count_visible(visible: str | None, count_cards: Callable[[], int]) -> int:
     if visible is not None:
         return sum(re.fullmatch(CARD, card.strip()) is not None for card in visible.split(",")) or 1
     return count_cards() or 1
 
 
-def _ranges(values: Mapping[str, Any]) -> Iterator[str]:
-    nnodes = values["nnodes"]
-    low, _, high = (nnodes or "1").partition(":")
-    if not low.isascii() or not low.isdigit() or int(low) < 1 or (high and not high.isdigit()):
-        yield f"--nnodes {nnodes}: expected the number of nodes"
-    elif high and int(high) != int(low):
-        yield f"--nnodes {nnodes}: elastic runs are not implemented, {spellings.RESTARTS}; give one number of nodes"
-
-
-def _nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[str]:
+def _resolve_nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[Problem]:
     """Fill in nnodes, master, port and rank."""
-    values, ips = parsed.values, parsed.values["ips"]
-    nodes = int(values["nnodes"].partition(":")[0]) if values["nnodes"] else len(ips) or 1
+    yield from _split_master(parsed)
+    arguments = parsed[LaunchArguments]
+    ips = arguments.ips
+    nodes = int(arguments.nnodes.partition(":")[0]) if arguments.nnodes else len(ips) or 1
     if ips and nodes != len(ips):
-        yield f"--ips names {len(ips)} nodes, --nnodes {nodes}; make them agree"
-    parsed.set("nnodes", str(nodes), RESOLVED)
-    yield from _master(parsed)
+        yield Problem("ips", f"has {len(ips)} addresses, {named('nnodes')} is {nodes}; they must agree")
+    master, port, rank = arguments.master, arguments.port, arguments.rank
     if nodes == 1:
-        if values["master"] and not ips:
-            parsed.note("--master has no effect with one node; for several add --nnodes")
-        parsed.set("master", LOOPBACK, RESOLVED)
-    elif values["master"] is None and not ips:
-        yield (
-            f"{nodes} nodes need to know where to meet: add --master ADDRESS:PORT of one of them, the same on each, or "
-            "--ips with the addresses of all"
-        )
+        if master and not ips:
+            parsed.note(f"{named('master')} has no effect with one node; for several add {named('nnodes')}")
+        master = LOOPBACK
+    elif master is None and not ips:
+        remedy = f"add {named('master')} ADDRESS:PORT of one of them, the same on each, "
+        remedy += f"or {named('ips')} with all addresses"
+        yield Problem("", f"{nodes} nodes need a rendezvous: {remedy}")
     else:
-        parsed.set("master", values["master"] or ips[0], RESOLVED)
-        parsed.set("port", values["port"] or DEFAULT_PORT, RESOLVED)
-    if values["rank"] is None and (ips or nodes == 1):
-        yield from _find_rank(parsed, nodes, is_own)
-    if values["rank"] is not None and not 0 <= values["rank"] < nodes:
-        yield f"--rank {values['rank']}: expected 0 to {nodes - 1}, one of {nodes} nodes"
+        master, port = master or ips[0], port or DEFAULT_PORT
+    if rank is None and nodes == 1:
+        rank = 0
+    elif rank is None and ips:
+        own = [index for index, ip in enumerate(ips) if (ip == arguments.host if arguments.host else is_own(ip))]
+        if len(own) == 1:
+            rank = own[0]
+        else:
+            which, here = "more than one" if own else "none", arguments.host or "this machine"
+            remedy = f"add {named('rank')} N (0 on {ips[0]})"
+            yield Problem("ips", f"{','.join(ips)}: {which} of the addresses belongs to {here}; {remedy}")
+    if rank is not None and not 0 <= rank < nodes:
+        yield Problem("rank", f"{rank}: expected 0 to {nodes - 1} with {nodes} nodes")
+    parsed.put(replace(arguments, nnodes=str(nodes), master=master, port=port, rank=rank))
 
 
-def _master(parsed: Parsed) -> Iterator[str]:
+def _split_master(parsed: Parsed) -> Iterator[Problem]:
     """Split `--master` into address and port."""
-    text = parsed.values["master"]
+    arguments = parsed[LaunchArguments]
+    text = arguments.master
     if text is None:
         return
     scheme, found, rest = text.rpartition("://")
     if found and scheme != "http":
-        yield f"--master {text}: {scheme} is not used; give ADDRESS:PORT of one of the nodes"
+        yield Problem("master", f"{text}: {scheme} is not supported; give ADDRESS:PORT of one of the nodes")
         return
     address, port = re.fullmatch(r"(.*?)(?::(\d+))?/?", rest).groups()  # type: ignore[union-attr]
-    if not address or (":" in address and not address.startswith("[")) or not 1 <= int(port or 1) < 2**16:
-        yield f"--master {text}: expected ADDRESS:PORT"
+    if not address or (":" in address and not address.startswith("[")) or not 1 <= int(port or 1) <= LARGEST_PORT:
+        yield Problem("master", f"{text}: expected ADDRESS:PORT")
         return
-    parsed.set("master", address, parsed.sources["master"])
-    if port and parsed.values["port"] not in (None, int(port)):
-        yield f"--master {text} and --port {parsed.values['port']} name different ports; give one"
-    elif port:
-        parsed.set("port", int(port), parsed.sources["master"])
-
-
-def _find_rank(parsed: Parsed, nodes: int, is_own: Callable[[str], bool]) -> Iterator[str]:
-    """This node's rank by its address among --ips."""
-    ips, host = parsed.values["ips"], parsed.values["host"]
-    own = [place for place, address in enumerate(ips) if (address == host if host else is_own(address))]
-    if nodes == 1:
-        parsed.set("rank", 0, RESOLVED)
-    elif len(own) == 1:
-        parsed.set("rank", own[0], RESOLVED)
-    else:
-        which = "none of" if not own else "more than one of"
-        yield f"{which} the nodes {','.join(ips)} is {host or 'this machine'}: add --rank N (0 on {ips[0]})"
-
-
-def _processes(parsed: Parsed, devices: tuple[str, ...]) -> Iterator[str]:
-    asked = parsed.values["nproc_per_node"]
-    if asked is None or not devices:
-        return
-    if asked > len(devices):
-        yield f"--nproc_per_node {asked} with {len(devices)} devices ({','.join(devices)}): one process needs one card"
-    elif asked < len(devices):
-        parsed.note(f"--nproc_per_node {asked} leaves {len(devices) - asked} of the devices {','.join(devices)} idle")
+    if port and arguments.port not in (None, int(port)):
+        yield Problem("master", f"{text} and {named('port')} {arguments.port} name different ports; give one")
+    parsed.put(replace(arguments, master=address, port=int(port) if port else arguments.port))

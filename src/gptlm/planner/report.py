@@ -39,7 +39,7 @@ def command(job: PlanJob, layout: Layout) -> str:
     nodes = -(-job.machine.num_gpus // job.machine.gpus_per_node)
     each = job.machine.num_gpus // nodes
     start = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes} --rdzv_backend c10d ..." if nodes > 1 else "")
-    return f"{start} scripts/run_pretrain.py {shlex.join([*job.typed, *words_of(layout, job.given)])}"
+    return f"{start} scripts/run_pretrain.py {shlex.join([*job.typed, *words_of(layout, job.parallel, job.training)])}"
 
 
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def _check(job: PlanJob, found: list[Candidate], sizes: Sizes, machine: Cluster,
             f"no layout divides: {machine.cards} cards, global batch {batch}, {sizes.heads} heads, {sizes.layers} "
             "layers; make the global batch a multiple of the cards"
         )
-    words = " ".join(words_of(least.layout, job.given))
+    words = " ".join(words_of(least.layout, job.parallel, job.training))
     half = ", half precision (--bf16 --fp16_opt_level O2)," if precision != "O2" else ""
     raise GptlmError(
         f"nothing fits into {machine.memory / GIB:g} GiB a card: the smallest layout ({words}) needs "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.config.args.data_tools import CopyArguments, OrderQuestion, PrefixArguments
+from gptlm.config.args.data import CopyArguments, OrderQuestion, PrefixArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.blocks import BlockDataset, PretrainingDataset, build_split
 from gptlm.data.cache import IndexCache

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
 
+from gptlm.commands.predict import parse_predict
+from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
-from gptlm.config.args.predict import parse_predict
-from gptlm.config.args.preprocess import DemoArguments, parse_preprocess, parse_tokenizer
+from gptlm.commands.tokenizer import parse_tokenizer
+from gptlm.config.args.data import DemoArguments
 from gptlm.recipes.predict import predict
 from gptlm.recipes.preprocess import preprocess
 from gptlm.recipes.pretrain.run import pretrain

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from gptlm import ranks
-from gptlm.config.args.evaluate import EvaluateArguments
+from gptlm.config.args.inference import EvaluateArguments
 from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import Cutter, log_special_tokens

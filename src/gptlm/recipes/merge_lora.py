@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gptlm.checkpoint.folder import writing
-from gptlm.config.args.sft import MergeArguments
+from gptlm.config.args.convert import MergeArguments
 from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.predict import DEFAULT_PROMPTS, PredictArguments
+from gptlm.config.args.inference import DEFAULT_PROMPTS, PredictArguments
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Sampling, Stream, check_rows, continue_rows, encode_prompts, text_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.preprocess import PreprocessJob
+from gptlm.config.args.data import PreprocessJob
 from gptlm.data.corpora import missing_eos
 from gptlm.data.documents import bytes_of_shard, read_batches
 from gptlm.data.encoder import TextEncoder

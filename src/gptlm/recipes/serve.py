@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.predict import PredictArguments
+from gptlm.config.args.inference import PredictArguments
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.inference.generation import Sampling, Stream, encode_prompts
 from gptlm.model.gpt import GPTLMHeadModel

@@ -4,7 +4,7 @@ import logging
 from itertools import chain
 from pathlib import Path
 
-from gptlm.config.args.preprocess import TokenizerArguments
+from gptlm.config.args.data import TokenizerArguments
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import in_pieces
 from gptlm.disk import write_failure

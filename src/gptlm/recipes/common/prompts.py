@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlm.config.args.predict import DEFAULT_PROMPTS, STDIN, PredictArguments
+from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
 from gptlm.data.text_files import check_text, decode, parse_array, read_text
 from gptlm.errors import GptlmError
 

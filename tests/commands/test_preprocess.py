@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
-from gptlm.config.args.preprocess import parse_preprocess
 from gptlm.errors import UsageError, with_flags_shown
 
 REST = ["--output_prefix", "x", "--model_name", "t"]
@@ -25,7 +25,7 @@ def test_several_keys_need_megatron_s_names():
         "title",
         "text",
     ]
-    with pytest.raises(UsageError, match="several --json_keys"):
+    with pytest.raises(UsageError, match="--json-keys with several keys"):
         parse_preprocess(["--input_path", "a.jsonl", "--json-keys", "title", "text", *REST])
 
 

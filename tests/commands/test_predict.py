@@ -2,7 +2,7 @@
 
 import pytest
 
-from gptlm.config.args.predict import parse_predict
+from gptlm.commands.predict import parse_predict
 from gptlm.errors import UsageError
 
 
@@ -91,7 +91,7 @@ def test_piped_input_stands_behind_every_flag():
         (
             "--max_length 5",
             [
-                "--max_length 5 counts new tokens, as PaddleNLP does; in transformers it counts the prompt, too "
+                "--max_length 5 counts new tokens, as in PaddleNLP; transformers counts the prompt, too "
                 "(--max_new_tokens is the same in both)"
             ],
         ),

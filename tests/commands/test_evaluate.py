@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gptlm.config.args.evaluate import parse_evaluate
+from gptlm.commands.evaluate import parse_evaluate
 from gptlm.errors import GptlmError, UsageError
 
 
@@ -63,7 +63,7 @@ def test_megatron_s_command(model):
     said = {note.split()[0] for note in notes}
     assert said == {
         *("--tokenizer-type", "--strict-lambada", "--vocab-file", "--merge-file", "--checkpoint-activations"),
-        *("--no-load-optim", "--no-load-rng", "--overlapping_eval"),
+        *("--no-load-optim", "--no-load-rng", "--overlapping-eval"),
     }
     assert "--strict-lambada has no effect here: both measures of LAMBADA are always computed and printed" in notes
 
@@ -113,7 +113,7 @@ def test_what_is_refused(parsed, words, message):
 
 
 def test_one_card_is_not_for_several_processes(parsed):
-    with pytest.raises(UsageError, match="one card, there are 2 processes"):
+    with pytest.raises(UsageError, match="one GPU for 2 processes"):
         parsed("--task TEXT --eval_path f --device gpu:1", processes=2)
     assert parsed("--task TEXT --eval_path f --device gpu:1")[0].device == "gpu:1"
 

@@ -1,0 +1,42 @@
+"""`gptlm convert`: checkpoints of other libraries to HuggingFace's format, and back."""
+
+from collections.abc import Iterator, Sequence
+
+from gptlm.compat import paddlenlp
+from gptlm.config.args.convert import Conversion, ConvertArguments, ReadingArguments, WritingArguments
+from gptlm.config.field import check_fields
+from gptlm.config.parser import Parsed, Vocabulary, parse
+from gptlm.config.problem import Problem, usage_error
+from gptlm.errors import named
+
+CONVERT = Vocabulary((ConvertArguments, ReadingArguments, WritingArguments), paddlenlp.CONVERT_RENAMED)
+OF_FORMAT = {
+    "megatron": ("tensor_parallel_degree", "pipeline_parallel_degree"),
+    "paddle": ("paddle_qkv", "paddle_file"),
+}
+
+
+def parse_convert(argv: Sequence[str]) -> Conversion:
+    """Raises UsageError listing everything that is wrong."""
+    parsed = parse(CONVERT, argv)
+    found = Conversion(parsed[ConvertArguments], parsed[ReadingArguments], parsed[WritingArguments])
+    problems = [*check_fields(found.main, found.reading, found.writing), *_problems(parsed)]
+    if problems:
+        raise usage_error(problems, {"source": "--from"} | parsed.typed)
+    return found
+
+
+def _problems(parsed: Parsed) -> Iterator[Problem]:
+    main, reading = parsed[ConvertArguments], parsed[ReadingArguments]
+    if not main.source:
+        yield Problem("source", "is missing")
+    if not main.output:
+        yield Problem("output", "is missing")
+    for form, names in OF_FORMAT.items():
+        given = [name for name in names if parsed.given(name)]
+        if given and main.to != form:
+            yield Problem(given[0], f"needs {named('to')} {form}; the command has {named('to')} {main.to}")
+    if main.with_optimizer and main.to != "hf":
+        yield Problem("with_optimizer", f"needs {named('to')} hf: other formats get no optimizer state")
+    if reading.consumed_samples is not None and not main.with_optimizer:
+        yield Problem("consumed_samples", f"needs {named('with_optimizer')}")

@@ -1,0 +1,31 @@
+"""`gptlm merge-lora`: LoRA adapters added to the weights of their model."""
+
+from collections.abc import Sequence
+
+from gptlm.compat import paddlenlp, transformers
+from gptlm.compat.auto_convert import take_external_adapters, take_external_model
+from gptlm.config.args.convert import MergeArguments
+from gptlm.config.parser import Parsed, Vocabulary, parse
+from gptlm.config.problem import missing, usage_error
+
+MERGE = Vocabulary(
+    (MergeArguments,),
+    paddlenlp.MERGE_RENAMED | transformers.MODEL_RENAMED,
+    paddlenlp.MERGE_IGNORED | transformers.MODEL_IGNORED,
+    transformers.MODEL_REFUSED,
+)
+
+
+def parse_merge(argv: Sequence[str]) -> MergeArguments:
+    """Raises as `resolve_merge`."""
+    return resolve_merge(argv)[MergeArguments]
+
+
+def resolve_merge(argv: Sequence[str]) -> Parsed:
+    """The command with everything filled in. Raises UsageError listing everything that is wrong."""
+    parsed = parse(MERGE, argv)
+    if problems := missing(parsed[MergeArguments], "lora_path", "output_path"):
+        raise usage_error(problems, parsed.typed)
+    take_external_model(parsed)
+    take_external_adapters(parsed)
+    return parsed
