@@ -132,3 +132,13 @@ def test_files_named_for_contributors_exist():
     named = set(re.findall(r"`([\w/]+\.py)`", text)) - {"utils.py"}
     assert len(named) > 15
     assert [name for name in named if not (ROOT / name).is_file() and not (ROOT / "src/gptlm" / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+def test_sentences_are_short(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    text = re.sub(r"^(\||#).*$", "", text, flags=re.M)  # tables and headings
+    text = re.sub(r"`[^`]*`", "X", text)
+    lengths = [len(found.split()) for found in re.split(r"(?<=[.!?])\s+|\n\n|\n[-\d]+\.? ", text) if found.strip()]
+    assert sum(lengths) / len(lengths) < 20
