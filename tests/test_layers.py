@@ -156,3 +156,41 @@ print([m for m in ("torch", "transformers", "datasets", "deepspeed", "tokenizers
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]" and "did you mean --max_steps" in result.stderr
+
+
+CONFIGURATION = [file for file in FILES if package(file) in ("config", "compat", "commands", "planner", "launcher")]
+
+
+def test_resolution_reads_typed_groups():
+    """After parsing, values are attributes of argument groups, which mypy checks; tables use `Parsed.value`."""
+    for file in CONFIGURATION:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                owner = getattr(node.value, "attr", None) or getattr(node.value, "id", None)
+                assert owner != "values", f"{file.name}:{node.lineno} reads values[{node.slice.value!r}]"
+
+
+def test_display_texts_decide_nothing():
+    """Code compares the origin of a source, never its text. mypy's strict_equality refuses a source == "text"."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                operands = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                operands = [ast.unparse(node.func.value), *map(ast.unparse, node.args)] if called(node) else []
+            else:
+                continue
+            shown = [text for text in operands if text.endswith(".text") and "source" in text]
+            assert shown == [], f"{file.name}:{node.lineno} decides by {shown[0]}"
+
+
+def called(node: ast.Call) -> bool:
+    """Whether a call examines a text."""
+    return node.func.attr in ("startswith", "endswith", "match", "search", "fullmatch", "find", "partition")
+
+
+def test_messages_are_not_rewritten():
+    """References to arguments are marks (`errors.named`): no regular expression searches a finished message."""
+    for file in (*CONFIGURATION, SOURCE / "errors.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not any(f"re.{name}(" in text for name in ("sub", "subn", "findall", "finditer")), file.name

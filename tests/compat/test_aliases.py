@@ -155,10 +155,10 @@ def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
 @pytest.mark.parametrize(
     ("vocabulary", "words", "says"),
     [
-        (PRETRAIN, "--group_by_length", "not built"),
-        (SFT, "--group_by_length 1", "not built"),
-        (SFT, "--data_seed 3", "not built"),
-        (PRETRAIN, "--data_seed 0", "not built"),
+        (PRETRAIN, "--group_by_length", "not implemented"),
+        (SFT, "--group_by_length 1", "not implemented"),
+        (SFT, "--data_seed 3", "not implemented"),
+        (PRETRAIN, "--data_seed 0", "not implemented"),
         (PRETRAIN, "--val_size 0.1", "--split 949,50,1"),
         (SFT, "--val_size 0.1", "--eval_dataset_name_or_path"),
         (PRETRAIN, "--eval_dataset e.jsonl", "--input_dir and --split"),
@@ -166,7 +166,7 @@ def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
         (PRETRAIN, "--torch_dtype int8", "expected one of auto, float32"),
         (PRETRAIN, "--torch_dtype", "--torch_dtype needs a value: one of auto"),
         (PRETRAIN, "--use_cpu 3", "expected one of true, false"),
-        (PREDICT, "--tokenizer_name_or_path tok", "the one in the model's folder"),
+        (PREDICT, "--tokenizer_name_or_path tok", "the tokenizer is loaded from the model folder"),
     ],
 )
 def test_words_that_cannot_be_had_say_why(vocabulary, words, says):

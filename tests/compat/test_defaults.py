@@ -202,8 +202,8 @@ def test_no_word_has_two_meanings():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (f"{MEGATRON} --batch-size 4", "it is --micro-batch-size now"),
-        (f"{MEGATRON} --model-parallel-size 4", "it is --tensor-model-parallel-size now"),
+        (f"{MEGATRON} --batch-size 4", "use --micro-batch-size"),
+        (f"{MEGATRON} --model-parallel-size 4", "use --tensor-model-parallel-size"),
         (f"{MEGATRON} --zero-stage 4", "--zero-stage 4: expected 0 to 3"),
         (f"{MEGATRON} --swiglu", "GPT-2's feed-forward layer is built in"),
         (f"{MEGATRON} --vocab-file gone.json", "--vocab-file gone.json cannot be read"),

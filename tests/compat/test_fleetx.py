@@ -309,8 +309,8 @@ def test_a_setting_said_twice_in_the_first_generation(show):
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (("module: GPTModule,", "module: GPTEvalModule,"), "is made for gptlm evaluate -c"),
-        (("module: GPTModule,", "module: GPTGenerationModule,"), "is made for gptlm predict -c"),
+        (("module: GPTModule,", "module: GPTEvalModule,"), "is for gptlm evaluate -c"),
+        (("module: GPTModule,", "module: GPTGenerationModule,"), "is for gptlm predict -c"),
         (("module: GPTModule,", "module: GPTFinetuneModule,"), "classification on GLUE is not implemented"),
         (("module: GPTModule,", "module: MoEModule,"), "mixtures of experts are not implemented"),
         (("Optimizer:", "Compress: {Quantization: {enable: True}}\nOptimizer:"), "quantization-aware training is not"),

@@ -1,1 +1,1 @@
-"""What other communities typed: aliases, defaults and log lines of PaddleNLP, FleetX, Megatron-LM and others."""
+"""Arguments, defaults and log lines of PaddleNLP, FleetX, Megatron-LM, OneFlow, transformers and TRL."""

@@ -1,10 +1,10 @@
-"""Log lines of training and evaluation in the words of the originals, which scripts grep.
+"""Log lines of training and evaluation in the format of the originals, because scripts grep them.
 
     paddlenlp     PaddleNLP's Trainer
     fleetx-2022   FleetX, August 2022 (examples/gpt)
     fleetx        PaddleFleetX's tools/auto.py
     megatron      Megatron-DeepSpeed's training.py
-    oneflow       OneFlow-Benchmark's GPT, its table; oneflow-normal its other form
+    oneflow       OneFlow-Benchmark's GPT as a table; oneflow-normal is its other format
 
 Learning rates are those of the next update, as in the originals.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """What is known when a step is logged; means are over the steps since the last line.
+    """Values of a logged step; means are over the steps since the last line.
 
     Attributes:
         number, last: this step, and the last of the run.
@@ -24,8 +24,8 @@ class Step:
         learning_rate: of the next update.
         gradient_norm: of this step; None if it is not known.
         loss_scale: of float16; None in other precisions.
-        skipped: steps without an update, for their gradients overflowed.
-        seconds, reading: mean time of a step, and what of it went by waiting for data.
+        skipped: steps without an update because of overflow.
+        seconds, reading: mean time of a step, and the part of it spent waiting for data.
         batch: the global batch in samples.
         samples, tokens: trained in the mean step.
         consumed_samples, consumed_tokens: trained in the whole run.
@@ -66,12 +66,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LogFormat:
-    """How lines look.
+    """The format of lines.
 
     Attributes:
         head: before a line, "paddlenlp" `[date] [ INFO] - `, "fleetx" `[INFO date file:line] ` or "" for nothing.
         title: lines before the first step.
-        step, evaluation: the lines of one; None: those of PaddleNLP.
+        step, evaluation: functions that make the line; None: PaddleNLP's format.
     """
 
     head: str
@@ -134,7 +134,7 @@ def _megatron(step: Step) -> str:
         f"loss scale: {scale:.1f}",
         f"grad norm: {step.gradient_norm:.3f}" if step.gradient_norm is not None else "",
         f"number of skipped iterations: {step.skipped:3d}",
-        "number of nan iterations:   0",  # a loss that is no number ends the run
+        "number of nan iterations:   0",  # a NaN or infinite loss stops the run
         f"samples per second: {step.samples / step.seconds:.3f}",
         f"TFLOPs: {step.flops / step.seconds / step.world / 1e12:.2f}",
     ]

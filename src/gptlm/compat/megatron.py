@@ -1,4 +1,4 @@
-"""Words of Megatron-LM, Megatron-DeepSpeed and OneFlow in training commands."""
+"""Training arguments of Megatron-LM, Megatron-DeepSpeed and OneFlow."""
 
 from gptlm.compat.paddlenlp import OFF, OFF_DEGREE
 
@@ -46,16 +46,16 @@ RENAMED = {
     "accumulate_allreduce_grads_in_fp32": "amp_master_grad",
 }
 
-KERNELS = "a speed switch of the original's kernels; results are the same without it"
-FORMAT = "token files are read in every format, which is found in the files"
-OWN_CHECKPOINTS = "checkpoints here are one format, verified and complete"
+KERNELS = "it selects a kernel of the original; results are the same"
+FORMAT = "the format of token files is detected"
+OWN_CHECKPOINTS = "checkpoints always contain the RNG state"
 IGNORED = {
     "wandb_project": "give --report_to wandb, and set WANDB_PROJECT in the environment",
     "wandb_entity": "give --report_to wandb, and set WANDB_ENTITY in the environment",
     "wandb_save_dir": "give --report_to wandb, and set WANDB_DIR in the environment",
     "DDP_impl": "gradients are reduced by DistributedDataParallel or DeepSpeed",
     "distributed_backend": "nccl on GPUs, gloo on CPUs",
-    "use_cpu_initialization": "weights are the same on every layout",
+    "use_cpu_initialization": "initial weights do not depend on the parallel layout",
     "attention_softmax_in_fp32": "the softmax of attention is float32 in every kernel",
     "masked_softmax_fusion": KERNELS,
     "no_masked_softmax_fusion": KERNELS,
@@ -63,75 +63,75 @@ IGNORED = {
     "no_bias_dropout_fusion": KERNELS,
     "no_scale_tril_softmax_dropout_fusion": KERNELS,
     "multihead_attention_fusion": KERNELS,
-    "no_query_key_layer_scaling": "scores are scaled down and up again in the original, which changes nothing",
-    "apply_query_key_layer_scaling": "scores are scaled down and up again in the original, which changes nothing",
+    "no_query_key_layer_scaling": "the original scales scores down and up again; results are the same",
+    "apply_query_key_layer_scaling": "the original scales scores down and up again; results are the same",
     "no_contiguous_buffers_in_local_ddp": KERNELS,
     "use_flash_attn_v2": KERNELS,
     "profile_transformer_layer": "there is no profiler; torch.profiler works on the script",
     "profile_backward": "there is no profiler; torch.profiler works on the script",
-    "log_num_zeros_in_grad": "not counted",
-    "log_params_norm": "not counted",
-    "timing_log_level": "no timer lines are printed",
-    "no_log_loss_scale_to_tensorboard": "every field of the log goes to the trackers",
-    "log": "the log is printed; --output_dir gets results and TensorBoard events",
-    "dataloader_type": "samples are read in the order of the index",
+    "log_num_zeros_in_grad": "it is not computed",
+    "log_params_norm": "it is not computed",
+    "timing_log_level": "timers are not logged",
+    "no_log_loss_scale_to_tensorboard": "all logged fields go to the trackers",
+    "log": "the log is printed; results and TensorBoard events are in --output_dir",
+    "dataloader_type": "samples are read in the order of the sample index",
     "data_impl": FORMAT,
     "dataset_impl": FORMAT,
     "mmap_warmup": "files are memory-mapped and read as needed",
-    "use_external_dataset": "there is one way to read samples, in Megatron's order",
-    "merge_file": "the tokenizer is the one recorded with the token files",
-    "tokenizer_type": "the tokenizer is the one recorded with the token files",
-    "tokenizer_model": "the tokenizer is the one recorded with the token files",
+    "use_external_dataset": "samples are always read in Megatron's order",
+    "merge_file": "the tokenizer recorded with the token files is used",
+    "tokenizer_type": "the tokenizer recorded with the token files is used",
+    "tokenizer_model": "the tokenizer recorded with the token files is used",
     "checkpoint_num_layers": "every layer is recomputed, see --no_recompute_layers",
     "recompute_method": "every layer is recomputed, see --no_recompute_layers",
     "recompute_num_layers": "every layer is recomputed, see --no_recompute_layers",
-    "distribute_checkpointed_activations": "what is kept for recomputation stays where it is",
-    "partition_activations": "what is kept for recomputation stays where it is",
-    "contigious_checkpointing": "what is kept for recomputation stays where it is",
-    "synchronize_each_layer": "what is kept for recomputation stays where it is",
-    "no_pipeline_parallel": "pipeline_parallel_degree 1 is no pipeline",
+    "distribute_checkpointed_activations": "activation checkpoints are not partitioned",
+    "partition_activations": "activation checkpoints are not partitioned",
+    "contigious_checkpointing": "activation checkpoints are not partitioned",
+    "synchronize_each_layer": "activation checkpoints are not partitioned",
+    "no_pipeline_parallel": "--pipeline_parallel_degree 1 disables the pipeline",
     "no_save_rng": OWN_CHECKPOINTS,
-    "no_load_rng": "random numbers go on where everything else does",
-    "use_checkpoint_lr_scheduler": "the schedule is a function of the step, the command's numbers hold",
-    "override_lr_scheduler": "the schedule is a function of the step, the command's numbers hold",
-    "override_opt_param_scheduler": "the schedule is a function of the step, the command's numbers hold",
+    "no_load_rng": "the RNG state is restored with the checkpoint",
+    "use_checkpoint_lr_scheduler": "the schedule follows from the step and the arguments of the command",
+    "override_lr_scheduler": "the schedule follows from the step and the arguments of the command",
+    "override_opt_param_scheduler": "the schedule follows from the step and the arguments of the command",
     "save_last": "the last step is always saved",
-    "ctrl_port": "processes meet at the launcher's port, see gptlm launch --master",
-    "use_rdma": "NCCL takes InfiniBand by itself, unless NCCL_IB_DISABLE=1 is set",
+    "ctrl_port": "the rendezvous port is set with gptlm launch --master",
+    "use_rdma": "NCCL uses InfiniBand unless NCCL_IB_DISABLE=1 is set",
     "no_scaled_masked_softmax_fusion": KERNELS,
     "use_distributed_optimizer": "--sharding stage1 shards the optimizer",
-    "overlap_grad_reduce": "gradients are reduced while the backward pass runs",
+    "overlap_grad_reduce": "gradients are already reduced during backward",
     "overlap_param_gather": KERNELS,
-    "tensorboard_queue_size": "events are written as they come",
-    "log_timers_to_tensorboard": "no timer lines are printed",
-    "log_batch_size_to_tensorboard": "every field of the log goes to the trackers",
-    "log_validation_ppl_to_tensorboard": "every field of the log goes to the trackers",
+    "tensorboard_queue_size": "events are written immediately",
+    "log_timers_to_tensorboard": "timers are not logged",
+    "log_batch_size_to_tensorboard": "all logged fields go to the trackers",
+    "log_validation_ppl_to_tensorboard": "all logged fields go to the trackers",
     "transformer_impl": KERNELS,
 }
 
 REFUSED = {
-    "distributed_timeout_minutes": ((), "it is --ddp_timeout now, in seconds"),
-    "batch_size": ((), "it is --micro-batch-size now, the batch of one process"),
-    "warmup": ((), "it is --lr-warmup-fraction now"),
-    "model_parallel_size": ((), "it is --tensor-model-parallel-size now"),
+    "distributed_timeout_minutes": ((), "use --ddp_timeout, in seconds"),
+    "batch_size": ((), "use --micro-batch-size, the batch size per process"),
+    "warmup": ((), "use --lr-warmup-fraction"),
+    "model_parallel_size": ((), "use --tensor-model-parallel-size"),
     "train_samples": ((), "give --train-iters, the samples divided by the global batch size"),
     "train_tokens": ((), "give --train-iters, the tokens divided by global batch size x sequence length"),
     "lr_decay_samples": ((), "give --lr-decay-iters, the samples divided by the global batch size"),
     "lr_decay_tokens": ((), "give --lr-decay-iters"),
     "lr_warmup_samples": (("", "0"), "give --lr-warmup-iters, the samples divided by the global batch size"),
     "lr_warmup_tokens": (("", "0"), "give --lr-warmup-iters"),
-    "rampup_batch_size": (("", "none"), "a batch that grows is not implemented; give --global-batch-size alone"),
+    "rampup_batch_size": (("", "none"), "batch size ramp-up is not implemented; use a constant --global-batch-size"),
     "exit_interval": (("", "none"), "give --max_steps; the schedule ends at --lr-decay-iters"),
-    "exit_duration_in_mins": (("", "none"), "not implemented; SIGTERM and the same command later go on exactly"),
-    "save_init": (OFF, "the weights before the first step are not saved; --seed makes them again"),
+    "exit_duration_in_mins": (("", "none"), "not implemented; a stopped run resumes with the same command"),
+    "save_init": (OFF, "initial weights are not saved; --seed reproduces them"),
     "cpu_optimizer": (OFF, 'give --zero-stage and --sharding "stage2 offload"'),
-    "checkpoint_in_cpu": (OFF, "keeping activations in host memory is not implemented"),
+    "checkpoint_in_cpu": (OFF, "activation offloading is not implemented"),
     "num_layers_per_virtual_pipeline_stage": (("", "none"), "give --virtual_pp_degree, the chunks per process"),
     "context_parallel_size": (OFF_DEGREE, "context parallelism is not implemented; use --tensor-model-parallel-size"),
     "expert_model_parallel_size": (OFF_DEGREE, "GPT has no experts"),
     "num_experts": (OFF_DEGREE, "GPT has no experts"),
     "curriculum_learning": (OFF, "curricula are not implemented"),
-    "layernorm_epsilon": (("", "1e-5", "1e-05", "0.00001"), "GPT-2's 1e-5 is built in"),
+    "layernorm_epsilon": (("", "1e-5", "1e-05", "0.00001"), "it is always GPT-2's 1e-5"),
     "swiglu": (OFF, "GPT-2's feed-forward layer is built in"),
     "untie_embeddings_and_output_weights": (OFF, "GPT-2's output layer is its embedding"),
     "position_embedding_type": (("learned_absolute", ""), "GPT-2's learned positions are built in"),
@@ -142,13 +142,13 @@ REFUSED = {
     "finetune": (OFF, "start from weights with --model_name_or_path FOLDER --continue_training"),
 }
 
-# Values of renamed words that are spelled otherwise.
+# Values that have another name here.
 VALUES = {
     "recompute_granularity": {"selective": "core_attn"},
     "optimizer": {"adam": "adamw"},
 }
 
-# Words by which a command is known to be one of Megatron's, or of OneFlow's (which has many of them, too).
+# Arguments that identify a command of OneFlow, or of Megatron (OneFlow has many of Megatron's, too).
 ONEFLOW = (
     "dataset", "num_gpus_per_node", "num_nodes", "node_ips", "ctrl_port", "num_accumulation_steps", "use_rdma",
     "metric_print_format", "save_last", "save_init", "log", "use_external_dataset", "multihead_attention_fusion",

@@ -1,6 +1,6 @@
-"""Words of transformers' TrainingArguments (versions 4 and 5), of its run_clm.py, and of TRL's SFT script.
+"""Arguments of transformers' TrainingArguments (versions 4 and 5) and run_clm.py, and of TRL's SFT script.
 
-Each is an alias, has no effect, or is refused, and says why. tests/config/test_spellings.py goes through them.
+Each is an alias, or has no effect or is refused for a reason. tests/compat/test_aliases.py checks that none is missing.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ TRAINING_RENAMED = {
     "save_only_model": "ignore_save_lr_and_optim",
 }
 
-# A word that sets another flag for some of its values: value -> our words; a bare switch is "true".
+# An alias that sets other arguments for some of its values: value -> our arguments; a bare switch is "true".
 CPU: Settings = {name: {"true": "--device cpu", "false": ""} for name in ("use_cpu", "no_cuda")}
 _WEIGHTS = {"auto": "", "float32": "", "fp32": "", "none": ""}
 TRAINING_SETTINGS: Settings = CPU | {
@@ -53,39 +53,39 @@ SFT_SETTINGS: Settings = TRAINING_SETTINGS | {
     for name in ("completion_only_loss", "assistant_only_loss")
 }
 
-ATTENTION = "attention always takes the fastest kernel of the machine, flash attention included"
-NO_UPLOAD = "nothing is uploaded; give the output folder to hf upload"
-TRACKIO = "trackio is no tracker here; --report_to takes tensorboard and wandb"
-OWN_METRICS = "evaluations compute their metrics themselves"
-LOADER = "a setting of the data loader's speed; samples and their order are the same"
-REPLICAS = "every weight has a gradient in every step, and gradients are averaged once in it"
-NO_CODE = "the network is built in, no code of a model's folder is run"
+ATTENTION = "attention always uses the fastest kernel available, including flash attention"
+NO_UPLOAD = "gptlm uploads nothing; use hf upload with the output folder"
+TRACKIO = "trackio is not supported; --report_to accepts tensorboard and wandb"
+OWN_METRICS = "evaluation has its own metrics"
+LOADER = "it changes the speed of data loading only; samples and order are the same"
+REPLICAS = "every parameter gets a gradient in every step, and gradients are averaged once per step"
+NO_CODE = "code in model folders is never run"
 HUB = "set HF_HOME and HF_TOKEN in the environment"
 MODEL_IGNORED = {
     "attn_implementation": ATTENTION,
     "trust_remote_code": NO_CODE,
-    "use_fast_tokenizer": "tokenizers are the fast ones",
-    "use_fast": "tokenizers are the fast ones",
-    "low_cpu_mem_usage": "weights are read one tensor at a time",
+    "use_fast_tokenizer": "tokenizers are always fast tokenizers",
+    "use_fast": "tokenizers are always fast tokenizers",
+    "low_cpu_mem_usage": "weights are always read one tensor at a time",
     "cache_dir": HUB,
     "token": HUB,
     "use_auth_token": HUB,
 }
 TRAINING_IGNORED = {
     **MODEL_IGNORED,
-    "activation_checkpointing_kwargs": "recomputation here is never reentrant; results are the same",
-    "gradient_checkpointing_kwargs": "recomputation here is never reentrant; results are the same",
-    "gradient_checkpointing_use_reentrant": "recomputation here is never reentrant; results are the same",
-    "torch_compile_backend": "blocks and loss are compiled with torch's own backend",
-    "torch_compile_mode": "blocks and loss are compiled in one mode; --cuda_graphs is a flag of its own",
-    "use_liger_kernel": "the loss never holds all logits; results are the same",
-    "liger_kernel_config": "the loss never holds all logits; results are the same",
-    "use_cache": "training keeps no keys and values",
-    "torch_empty_cache_steps": "memory stays with the allocator; results are the same",
-    "logging_nan_inf_filter": "a NaN or infinite loss ends the run",
-    "include_num_input_tokens_seen": "the log has consumed samples and the speed",
-    "include_tokens_per_second": "the log has consumed samples and the speed",
-    "log_level_replica": "the first process logs",
+    "activation_checkpointing_kwargs": "recomputation is never reentrant; results are the same",
+    "gradient_checkpointing_kwargs": "recomputation is never reentrant; results are the same",
+    "gradient_checkpointing_use_reentrant": "recomputation is never reentrant; results are the same",
+    "torch_compile_backend": "layers and loss are compiled with the inductor backend",
+    "torch_compile_mode": "layers and loss are compiled in one mode; for CUDA graphs use --cuda_graphs",
+    "use_liger_kernel": "the loss is already computed without materializing all logits",
+    "liger_kernel_config": "the loss is already computed without materializing all logits",
+    "use_cache": "training uses no key-value cache",
+    "torch_empty_cache_steps": "the allocator cache is not emptied; results are the same",
+    "logging_nan_inf_filter": "a NaN or infinite loss stops the run",
+    "include_num_input_tokens_seen": "consumed samples and throughput are always logged",
+    "include_tokens_per_second": "consumed samples and throughput are always logged",
+    "log_level_replica": "rank 0 logs",
     "project": TRACKIO,
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), TRACKIO),
     **dict.fromkeys(
@@ -96,7 +96,7 @@ TRAINING_IGNORED = {
         ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), NO_UPLOAD
     ),
     **dict.fromkeys(("push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"), NO_UPLOAD),
-    "restore_callback_states_from_checkpoint": "a resumed run has all of its state",
+    "restore_callback_states_from_checkpoint": "a resumed run restores all state",
     "length_column_name": "examples are not grouped by length",
     **dict.fromkeys(
         (
@@ -110,64 +110,64 @@ TRAINING_IGNORED = {
     ),
     "ddp_backend": "nccl on GPUs, gloo on CPUs",
     "xpu_backend": "nccl on GPUs, gloo on CPUs",
-    **dict.fromkeys(("half_precision_backend", "fp16_backend"), "half precision is torch's, see fp16_opt_level"),
-    "jit_mode_eval": "evaluations run as training does",
-    "use_ipex": "evaluations run as training does",
-    "ray_scope": "hyperparameters are not searched for",
-    "mp_parameters": "a setting of SageMaker",
-    "torchdynamo": "see torch_compile",
-    "save_safetensors": "weights are always safetensors",
-    "overwrite_cache": "what is cached is made again when the data changes",
-    "keep_linebreaks": "texts are kept as they are",
-    "streaming": "data is read as needed",
-    "dataset_streaming": "data is read as needed",
+    **dict.fromkeys(("half_precision_backend", "fp16_backend"), "mixed precision is torch's, see --fp16_opt_level"),
+    "jit_mode_eval": "evaluation runs like training",
+    "use_ipex": "evaluation runs like training",
+    "ray_scope": "there is no hyperparameter search",
+    "mp_parameters": "it is for SageMaker",
+    "torchdynamo": "see --torch_compile",
+    "save_safetensors": "weights are always saved as safetensors",
+    "overwrite_cache": "caches are rebuilt when the data changes",
+    "keep_linebreaks": "texts are not changed",
+    "streaming": "data is always read as needed",
+    "dataset_streaming": "data is always read as needed",
 }
 
-LOSS = "the loss of a step is the mean over the targets of all its processes"
+LOSS = "the loss is always the mean over the target tokens of all processes"
 QUANTIZED = "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"
 ON = ("", "1", "true", "t", "yes", "y", "on")
 EMPTY = ("", "none", "null", "{}")
 NONE_OR_ZERO = ("", "none", "null", "0", "0.0")
 MODEL_REFUSED: Refused = {
-    "model_revision": (("", "main", "none"), "give a folder with the revision's files"),
-    "revision": (("", "main", "none"), "give a folder with the revision's files"),
+    "model_revision": (("", "main", "none"), "give a folder with the files of that revision"),
+    "revision": (("", "main", "none"), "give a folder with the files of that revision"),
 }
 TRAINING_REFUSED: Refused = {
     **MODEL_REFUSED,
-    "group_by_length": (OFF, "batches of examples of like length are not built"),
-    "train_sampling_strategy": (("", "random"), "the order of the samples is fixed by --seed"),
-    "data_seed": (EMPTY, "a seed of the data order alone is not built; --seed draws weights, dropout and order"),
+    "group_by_length": (OFF, "grouping by length is not implemented"),
+    "train_sampling_strategy": (("", "random"), "the sample order follows from --seed"),
+    "data_seed": (EMPTY, "a separate data seed is not implemented; --seed sets weights, dropout and order"),
     "average_tokens_across_devices": (ON, LOSS),
     "label_smoothing_factor": (NONE_OR_ZERO, "label smoothing is not implemented"),
     "neftune_noise_alpha": (NONE_OR_ZERO, "NEFTune is not implemented"),
-    "tf32": ((*OFF, *EMPTY), "products of float32 stay in float32; use --bf16"),
+    "tf32": ((*OFF, *EMPTY), "float32 products are not reduced to TF32; use --bf16"),
     "lr_scheduler_kwargs": (EMPTY, "give --min_learning_rate, --decay_steps, --lr_end or --power"),
     "optim_args": (EMPTY, "give --adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
     "optim_target_modules": (EMPTY, "the optimizer is AdamW for all weights"),
     "adafactor": (OFF, "the optimizer is AdamW"),
-    "auto_find_batch_size": (OFF, "it is not built; gptlm plan says which micro-batch fits"),
-    "logging_strategy": (("", "steps"), "log lines come every --logging_steps; the trackers are --report_to"),
-    "eval_delay": (NONE_OR_ZERO, "a later first evaluation is not built; give --eval_steps"),
-    "enable_jit_checkpoint": (OFF, "a checkpoint at SIGTERM is not built; give --save_steps"),
+    "auto_find_batch_size": (OFF, "it is not implemented; gptlm plan shows which micro-batch size fits"),
+    "logging_strategy": (("", "steps"), "log lines come every --logging_steps; trackers are set with --report_to"),
+    "eval_delay": (NONE_OR_ZERO, "a delayed first evaluation is not implemented; use --eval_steps"),
+    "enable_jit_checkpoint": (OFF, "a checkpoint at SIGTERM is not implemented; use --save_steps"),
     "push_to_hub": (OFF, NO_UPLOAD),
-    "full_determinism": (OFF, "runs on CPUs are exact, kernels of GPUs are not made so"),
+    "full_determinism": (OFF, "CPU runs are deterministic; deterministic GPU kernels are not implemented"),
     "accelerator_config": (EMPTY, "batches are split in one way; give the batch sizes"),
-    "split_batches": (OFF, "per_device_train_batch_size counts one process; give --global_batch_size for all"),
+    "split_batches": (OFF, "--per_device_train_batch_size is per process; give --global_batch_size for all"),
     "parallelism_config": (EMPTY, "give --tensor_parallel_degree, --pipeline_parallel_degree and --sharding"),
     "fsdp": ((*OFF, *EMPTY, "[]"), "weights are sharded with --sharding stage3"),
     "fsdp_config": (EMPTY, "weights are sharded with --sharding stage3"),
     "fsdp_min_num_params": (NONE_OR_ZERO, "weights are sharded with --sharding stage3"),
     "fsdp_transformer_layer_cls_to_wrap": (EMPTY, "weights are sharded with --sharding stage3"),
-    "sharded_ddp": ((*OFF, *EMPTY, "[]"), "states are sharded with --sharding stage1 or stage2"),
-    "debug": ((*EMPTY, "[]"), "a NaN or infinite loss ends the run; there is no other debugging"),
+    "sharded_ddp": ((*OFF, *EMPTY, "[]"), "optimizer state is sharded with --sharding stage1 or stage2"),
+    "debug": ((*EMPTY, "[]"), "a NaN or infinite loss stops the run; there is no other debug mode"),
     "use_mps_device": (OFF, "gptlm runs on gpu and cpu"),
     "tpu_num_cores": (NONE_OR_ZERO, "gptlm runs on gpu and cpu"),
     "tpu_metrics_debug": (OFF, "gptlm runs on gpu and cpu"),
     "config_overrides": (EMPTY, "give the sizes as flags: --num_hidden_layers, --hidden_size, --num_attention_heads"),
 }
 
-TOKENS = "pretraining reads token files; make them with gptlm preprocess and give --input_dir"
-ONE_CORPUS = "train, valid and test are shares of one corpus: give --input_dir and --split 949,50,1"
+TOKENS = "pretraining reads token files; create them with gptlm preprocess and give --input_dir"
+ONE_CORPUS = "train, valid and test are parts of one corpus: give --input_dir and --split 949,50,1"
 PRETRAIN_RENAMED = {
     **TRAINING_RENAMED,
     "block_size": "max_seq_length",
@@ -177,9 +177,9 @@ PRETRAIN_RENAMED = {
     "config_name": "model_name_or_path",
 }
 PRETRAIN_IGNORED = TRAINING_IGNORED | {
-    "preprocessing_num_workers": "token files are made by gptlm preprocess --workers",
-    "dataset_num_proc": "token files are made by gptlm preprocess --workers",
-    "packing": "samples are cut from documents laid end to end",
+    "preprocessing_num_workers": "token files are created by gptlm preprocess --workers",
+    "dataset_num_proc": "token files are created by gptlm preprocess --workers",
+    "packing": "samples are always packed from concatenated documents",
 }
 PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
     "dataset_name": (EMPTY, TOKENS),
@@ -193,7 +193,7 @@ PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
     "max_eval_samples": (EMPTY, "give --eval_iters, the batches of an evaluation"),
 }
 
-EVAL_FILE = "one example in twenty is held out; give --eval_dataset_name_or_path for others"
+EVAL_FILE = "5 % of the examples are held out; give --eval_dataset_name_or_path for other examples"
 SFT_RENAMED = {
     **TRAINING_RENAMED,
     "lr": "learning_rate",
@@ -210,36 +210,36 @@ SFT_RENAMED = {
 SFT_IGNORED = TRAINING_IGNORED | {
     "preprocessing_num_workers": "examples are encoded in one process",
     "dataset_num_proc": "examples are encoded in one process",
-    "packing_strategy": "short examples are packed in one way",
-    "padding_free": "packs have no padding, see zero_padding",
-    "shuffle_dataset": "examples are shuffled anew in each epoch",
+    "packing_strategy": "there is one packing strategy",
+    "padding_free": "packing needs no padding, see --zero_padding",
+    "shuffle_dataset": "examples are always shuffled in each epoch",
     "ignore_bias_buffers": "there are none",
     "bnb_4bit_quant_type": "weights are not quantized",
     "bnb_4bit_quant_storage": "weights are not quantized",
     "use_bnb_nested_quant": "weights are not quantized",
 }
 SFT_REFUSED: Refused = TRAINING_REFUSED | {
-    "config_name": (EMPTY, "fine-tuning takes the sizes of the weights; give --model_name_or_path"),
+    "config_name": (EMPTY, "fine-tuning uses the sizes of the model; give --model_name_or_path"),
     **dict.fromkeys(("val_size", "validation_split_percentage", "eval_split_ratio", "test_size"), (EMPTY, EVAL_FILE)),
-    "max_train_samples": (EMPTY, "cut the file of examples"),
-    "max_eval_samples": (EMPTY, "cut the file of examples; --generate_num limits generated texts"),
+    "max_train_samples": (EMPTY, "shorten the file of examples"),
+    "max_eval_samples": (EMPTY, "shorten the file of examples; --generate_num limits generated texts"),
     "dataset_config_name": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
     "dataset_config": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
     "dataset_train_split": (("", "train"), "the split is named train"),
     "dataset_test_split": (("", "test", "dev", "validation"), "give --eval_dataset_name_or_path"),
-    "dataset_text_field": (("", "text"), "examples are prompts and answers; plain text is for gptlm pretrain"),
+    "dataset_text_field": (("", "text"), "examples are prompts and responses; for plain text use gptlm pretrain"),
     "dataset_kwargs": (EMPTY, "examples are encoded in one way"),
-    "model_init_kwargs": (EMPTY, "give the model's settings as flags, as --torch_dtype"),
-    "chat_template_path": (EMPTY, "put the template into the tokenizer's folder"),
-    "eos_token": (EMPTY, "the tokenizer's own is taken"),
-    "pad_token": (EMPTY, "padding is masked, its token does not matter"),
+    "model_init_kwargs": (EMPTY, "give them as arguments, such as --torch_dtype"),
+    "chat_template_path": (EMPTY, "add the template to the tokenizer folder"),
+    "eos_token": (EMPTY, "the tokenizer's own is used"),
+    "pad_token": (EMPTY, "padding is masked, so its token has no effect"),
     "eval_packing": (EMPTY, "evaluations are not packed"),
-    "activation_offloading": (OFF, "activations stay on the device; use --recompute"),
+    "activation_offloading": (OFF, "activation offloading is not implemented; use --recompute"),
     "loss_type": (("", "nll"), "the loss is cross-entropy"),
-    "generation_max_length": (EMPTY, "give --tgt_length, the new tokens"),
-    "generation_num_beams": (("", "1", "none"), "generated texts are the likeliest token each time"),
+    "generation_max_length": (EMPTY, "give --tgt_length, the number of new tokens"),
+    "generation_num_beams": (("", "1", "none"), "evaluation uses greedy search"),
     "lora_task_type": (("", "causal_lm"), "a GPT is a causal language model"),
-    "lora_modules_to_save": (EMPTY, "adapters alone are trained; --additional_special_tokens saves its rows"),
+    "lora_modules_to_save": (EMPTY, "only adapters are trained; --additional_special_tokens also saves the new rows"),
     "lora_target_parameters": (EMPTY, "give --lora_target_modules"),
     "use_rslora": (OFF, "rank-stabilised LoRA is not implemented; set --lora_alpha"),
     "use_dora": (OFF, "DoRA is not implemented; use --lora"),
@@ -254,11 +254,11 @@ INFERENCE_RENAMED = {
     "eval_batch_size": "batch_size",
 }
 EVALUATE_RENAMED = INFERENCE_RENAMED | {"block_size": "max_seq_length", "max_length": "max_seq_length"}
-INFERENCE_IGNORED = MODEL_IGNORED | {"use_cache": "keys and values of earlier tokens are always kept"}
+INFERENCE_IGNORED = MODEL_IGNORED | {"use_cache": "the key-value cache is always used"}
 INFERENCE_REFUSED: Refused = MODEL_REFUSED | {
     **dict.fromkeys(
         ("tokenizer_name_or_path", "tokenizer_name", "tokenizer", "processing_class"),
-        (EMPTY, "the tokenizer is the one in the model's folder; put another there"),
+        (EMPTY, "the tokenizer is loaded from the model folder; replace it there"),
     ),
     "load_in_8bit": (OFF, "quantized weights are not implemented; use --bf16"),
     "load_in_4bit": (OFF, "quantized weights are not implemented; use --bf16"),
@@ -276,9 +276,9 @@ PREPROCESS_RENAMED = {
     "dataset_text_field": "json_keys",
 }
 PREPROCESS_IGNORED = {
-    "block_size": "samples are cut in training, see --max_seq_length there",
-    "max_seq_length": "samples are cut in training, see --max_seq_length there",
-    "streaming": "the input is read as one stream, in order",
+    "block_size": "samples are formed in training, see --max_seq_length there",
+    "max_seq_length": "samples are formed in training, see --max_seq_length there",
+    "streaming": "the input is always read as a stream, in order",
     "trust_remote_code": NO_CODE,
-    "use_fast_tokenizer": "tokenizers are the fast ones",
+    "use_fast_tokenizer": "tokenizers are always fast tokenizers",
 }

@@ -1,10 +1,10 @@
-"""The keys of FleetX's and PaddleFleetX's configurations: key -> ours, or why it has no effect, or why it is refused.
+"""The keys of FleetX's and PaddleFleetX's configurations: key -> our argument, or why it has no effect or is refused.
 
-Keys are written as in PaddleFleetX's sections (`tools/train.py`); MOVED and FLAT lead from the other generations to
-these. A pattern ending in `.*` stands for everything below.
+Keys are those of PaddleFleetX's sections (`tools/train.py`); MOVED and FLAT map other generations to them. A pattern
+ending in `.*` means every key below.
 """
 
-# The first generation (`PreTraining:`) goes by the last name of a key alone.
+# In the first generation (`PreTraining:`) only the last name of a key counts.
 ROOT = "PreTraining"
 FLAT = {
     "device": "Global.device",
@@ -62,7 +62,7 @@ FLAT = {
     "activation_bits": "Compress.Quantization.activation_bits",
 }
 
-# Later generations: where a key, or everything below it, lies now.
+# Later generations: the present place of a key, or of everything below it.
 MOVED = {
     "Global.max_steps": "Engine.max_steps",
     "Global.num_train_epochs": "Engine.num_train_epochs",
@@ -91,7 +91,7 @@ MOVED = {
     "Prune": "Compress.Prune",
 }
 
-KERNELS = "switches of PaddlePaddle kernels; results are the same without them"
+KERNELS = "they select PaddlePaddle kernels; results are the same"
 TRAINING_RENAMED = {
     "Global.device": "device",
     "Global.seed": "seed",
@@ -143,38 +143,38 @@ TRAINING_RENAMED = {
 TRAINING_IGNORED = {
     "Global.flags.*": "flags of PaddlePaddle",
     "Global.enable_partial_send_recv": KERNELS,
-    "Engine.accumulate_steps": "it follows from local and micro batch size",
-    "Engine.save_load.save_epoch": "checkpoints are written every save_steps",
+    "Engine.accumulate_steps": "it follows from local_batch_size and micro_batch_size",
+    "Engine.save_load.save_epoch": "checkpoints are saved every save_steps",
     "Engine.mix_precision.custom_black_list": "operators of PaddlePaddle; loss, softmax and layer norms are float32",
     "Engine.mix_precision.custom_white_list": "operators of PaddlePaddle; loss, softmax and layer norms are float32",
     "Engine.mix_precision.use_fp16_guard": KERNELS,
     "Model.type_vocab_size": "the original reads it and never uses it",
-    "Model.name": "a GPT is a GPT",
+    "Model.name": "the model is always GPT",
     "Model.fused_linear": KERNELS,
     "Model.fuse_attn_qkv": KERNELS,
-    "Model.scale_qk_by_layer_num": "it scales scores down and up again, which changes nothing",
-    "Model.use_flash_attn": "attention always takes the fastest kernel of the machine",
+    "Model.scale_qk_by_layer_num": "it scales scores down and up again; results are the same",
+    "Model.use_flash_attn": "attention always uses the fastest kernel available",
     "Model.fused_softmax_with_triangular": KERNELS,
     "Distributed.sharding.reduce_overlap": KERNELS,
     "Distributed.sharding.broadcast_overlap": KERNELS,
     "Distributed.hcg": KERNELS,
     "Distributed.pp_recompute_interval": "every layer is recomputed, see no_recompute_layers",
     "Distributed.fuse_sequence_parallel_allreduce": KERNELS,
-    "Data.Train.dataset.name": "the format is read from the files",
-    "Data.Train.sampler.*": "consecutive batches, whole ones only, as in the original",
+    "Data.Train.dataset.name": "the format is detected",
+    "Data.Train.sampler.*": "batches are consecutive and complete, as in the original",
     "Data.Train.loader.*": "samples are read and collated in one way",
     "Data.Train.collate_fn": "samples are read and collated in one way",
     "Data.Train.sample_split": "samples are read and collated in one way",
-    "Data.Eval.*": "evaluations read what Data.Train names",
-    "Data.Test.*": "evaluations read what Data.Train names",
+    "Data.Eval.*": "evaluations read the data of Data.Train",
+    "Data.Test.*": "evaluations read the data of Data.Train",
     "Optimizer.name": "the optimizer is AdamW",
-    "Optimizer.multi_precision": "under O2 there are always float32 master weights",
+    "Optimizer.multi_precision": "O2 always has float32 master weights",
     "Optimizer.tensor_fusion": KERNELS,
     "Optimizer.grad_clip.name": "gradients are clipped by their global norm",
     "Optimizer.lr.name": "the schedule is the original's cosine",
     "Optimizer.lr.run_mode": "the schedule counts steps",
     "Profiler.*": "there is no profiler; torch.profiler works on the script",
-    "Tuning.*": "nothing is searched for; the degrees that are given hold",
+    "Tuning.*": "there is no tuning; the given degrees are used",
     "Generation.*": "for gptlm predict -c",
     "Offline_Eval.*": "for gptlm evaluate -c",
     "Inference.*": "for PaddlePaddle's inference engine",
@@ -201,7 +201,7 @@ TRAINING_IGNORED = {
     ),
     "Model.teacher.*": "nothing is compressed",
 }
-SAME: dict[str, tuple[object, ...]] = {  # key -> what it says where nothing is missed
+SAME: dict[str, tuple[object, ...]] = {  # key -> values that need no log line
     "Engine.run_mode": ("step",),
     "Engine.save_load.save_epoch": (1,),
     "Distributed.pp_recompute_interval": (1,),
@@ -225,7 +225,7 @@ SAME: dict[str, tuple[object, ...]] = {  # key -> what it says where nothing is 
     "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm",),
 }
 DATA = ("Data.Train.dataset.input_dir", "Data.Train.dataset.split", "Data.Train.dataset.max_seq_len")
-SETTLED = (  # keys that several flags follow from, see fleetx.py
+SETTLED = (  # keys that several arguments follow from, see translate.py
     "Engine.run_mode",
     "Engine.mix_precision.enable",
     "Engine.mix_precision.use_pure_fp16",
@@ -281,15 +281,15 @@ TASK_IGNORED = {
     "Optimizer.*": NOT_TRAINED,
     "Profiler.*": "there is no profiler; torch.profiler works on the script",
     "Tuning.*": NOT_TRAINED,
-    "Distributed.*": "each process holds the whole model",
-    "Model.*": "sizes are read from the model's config.json",
-    "Generation.*": "those of a kernel or of exporting",
+    "Distributed.*": "each process loads the whole model",
+    "Model.*": "sizes are read from config.json",
+    "Generation.*": "they are for a kernel or for exporting",
     "Offline_Eval.*": "for gptlm evaluate -c",
     "Compress.*": "nothing is compressed",
     "Inference.*": "for PaddlePaddle's inference engine",
 }
 
-# Model.module -> the command it belongs to, or why none can run it.
+# Model.module -> its command, or why it is refused.
 MODULES = {
     "GPTModule": "pretrain",
     "GPTModuleAuto": "pretrain",
@@ -300,7 +300,7 @@ MODULES = {
     "GPTDistillModule": "distillation is not implemented",
     "MoEModule": "mixtures of experts are not implemented; Model.module=GPTModule trains the model without experts",
 }
-COMPRESSION = {  # switches that ask for what cannot be had
+COMPRESSION = {  # refused if on
     "Compress.Quantization.enable": "quantization-aware training is not implemented",
     "Compress.Prune.enable": "pruning is not implemented",
     "Compress.Distillation.enable": "distillation is not implemented",

@@ -12,7 +12,7 @@ from gptlm.config.files import Argument, Arguments, as_texts
 from gptlm.config.origin import Origin, Source
 from gptlm.errors import UsageError
 
-NO_CHANGE: tuple[Any, ...] = (None, "", False, [], {})  # values of keys without effect that nobody misses
+NO_CHANGE: tuple[Any, ...] = (None, "", False, [], {})  # values of keys without effect that need no log line
 LONGEST = 512  # new tokens, the original's limit
 
 
@@ -142,7 +142,7 @@ def _evaluation(configuration: Configuration) -> list[Argument]:
 
 
 def _passes(configuration: Configuration) -> list[Argument]:
-    """Saving, and passes over the data where they are counted."""
+    """Saving, tests and epochs."""
     given: list[Argument] = []
     every = configuration.value("Engine.save_load.save_steps", -1)
     test = configuration.value("Engine.test_iters", -1)
@@ -159,7 +159,7 @@ def _passes(configuration: Configuration) -> list[Argument]:
 
 
 def _sharding(configuration: Configuration) -> list[Argument]:
-    """Replicas: in auto.py dp_degree counts those that share shards, elsewhere it counts groups of them."""
+    """Sharding and data parallelism. In auto.py dp_degree counts all replicas, elsewhere groups that share shards."""
     where = "Distributed.sharding"
     degree = configuration.value(f"{where}.sharding_degree", 1)
     groups = configuration.value("Distributed.dp_degree")
@@ -196,7 +196,7 @@ def _order(configuration: Configuration) -> str:
 def _without_effect(
     configuration: Configuration, renamed: Mapping[str, str], ignored: Mapping[str, str]
 ) -> Iterator[str]:
-    """One line for each reason, with the keys it holds for."""
+    """One line for each reason, with its keys."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key in configuration.leaves:
         reason = None if key in renamed or key in keys.SETTLED else matching(key, ignored)
@@ -205,11 +205,11 @@ def _without_effect(
             by_reason[reason].append(configuration.spelled[key])
     for reason, found in by_reason.items():
         shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
-        yield f"{configuration.path}: no effect here has {shown} ({reason})"
+        yield f"{configuration.path}: {shown} has no effect here ({reason})"
 
 
 def _as_train(configuration: Configuration, key: str) -> tuple[Any, ...]:
-    """What Data.Train says where `key` is of another split: then nothing is missed, or `_other_data` speaks of it."""
+    """Values of a key of another split that need no line: those of Data.Train; `_other_data` logs the others."""
     section, _, rest = key.partition(".")
     split, _, name = rest.partition(".")
     if section != "Data" or split not in ("Eval", "Test"):
@@ -228,8 +228,8 @@ def _other_data(configuration: Configuration) -> Iterator[str]:
             given = configuration.value(other)
             if given is not None and given != configuration.value(own):
                 yield (
-                    f"{configuration.typed(other)} {given} has no effect: all splits are of what {own} "
-                    f"({configuration.value(own)}) says"
+                    f"{configuration.typed(other)} {given} has no effect: all splits come from {own} "
+                    f"({configuration.value(own)})"
                 )
 
 
@@ -239,7 +239,7 @@ def _refusals(configuration: Configuration, command: str) -> list[str]:
     owner = keys.MODULES.get(str(module), command) if module else _owner(configuration, command)
     if owner in ("pretrain", "evaluate", "predict"):
         if owner != command:
-            found.append(f"{configuration.path} is made for gptlm {owner} -c {configuration.path}")
+            found.append(f"{configuration.path} is for gptlm {owner} -c {configuration.path}")
     else:
         found.append(f"{configuration.typed('Model.module')} {module}: {owner}")
     for key, reason in keys.COMPRESSION.items():
@@ -263,7 +263,7 @@ def _refusals(configuration: Configuration, command: str) -> list[str]:
 
 
 def _owner(configuration: Configuration, command: str) -> str:
-    """The command of a file that names no module (examples/ of 2023), by its sections."""
+    """The command of a file without Model.module (examples/ of 2023), by its sections."""
     if configuration.generation == "sections":
         if configuration.has("Offline_Eval"):
             return "evaluate"

@@ -1,4 +1,4 @@
-"""What can be wrong with a FleetX configuration. A first line of two is the original's text."""
+"""Checks of a FleetX configuration. The first line of a message with two is the original's text."""
 
 import difflib
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def problems_of(configuration: Configuration) -> Iterator[str]:
 
 
 def _numbers(configuration: Configuration) -> Iterator[str]:
-    """Keys that are calculated with before the parser sees them, and numbers that are none in YAML."""
+    """Keys that enter calculations before the parser sees them, and numbers that YAML reads as text."""
     for key in keys.TRAINING_RENAMED:
         value = configuration.value(key)
         if isinstance(value, str) and value.isdigit():  # 010 is neither octal nor ten
