@@ -165,7 +165,7 @@ def test_resolution_reads_typed_groups():
     """After parsing, values are attributes of argument groups, which mypy checks; tables use `Parsed.value`."""
     for file in CONFIGURATION:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            if isinstance(node, ast.Subscript) and isinstance(getattr(node.slice, "value", None), str):
                 owner = getattr(node.value, "attr", None) or getattr(node.value, "id", None)
                 assert owner != "values", f"{file.name}:{node.lineno} reads values[{node.slice.value!r}]"
 

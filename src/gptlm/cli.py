@@ -1,7 +1,7 @@
-"""`gptlm COMMAND ...`: parse, call, and turn errors into one sentence and an exit code.
+"""`gptlm COMMAND ...`: parse, run, and turn errors into one sentence and an exit code.
 
-Exit codes: 0 done, 1 the run could not go on (data, files, weights), 2 the command is wrong. The recipes are imported
-when they are called: help, a wrong flag or --print_config wait for nothing heavy.
+Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is wrong. Recipes are imported when they
+run, so that help, wrong arguments and --print_config import nothing heavy.
 """
 
 import os
@@ -44,7 +44,7 @@ from gptlm.ranks import is_launched, rank, world_size
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
 PRINT_HELP = """
-With --print_config nothing is run: the resolved run, the origin of each value and all notes are printed as JSON."""
+With --print_config nothing runs: the resolved run, the origin of each value and all log lines are printed as JSON."""
 
 
 def pretrain(argv: Sequence[str]) -> int | None:
@@ -55,8 +55,8 @@ def pretrain(argv: Sequence[str]) -> int | None:
     if printing:
         _print_run(run)
         return None
-    if run.launch:  # the command asks for processes that nobody started
-        return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each chooses the layout again
+    if run.launch:  # the command asks for processes that no launcher has started
+        return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each process chooses the layout again
     see_one_card(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         from gptlm.recipes.pretrain.run import pretrain as recipe
@@ -201,7 +201,7 @@ def _convert(needed: ConversionNeeded) -> None:
 
 
 def _convert_on_stderr(needed: ConversionNeeded) -> None:
-    """For commands whose stdout is for other programs."""
+    """For commands with results on stdout."""
     with redirect_stdout(sys.stderr):
         _convert(needed)
 
@@ -220,8 +220,8 @@ def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _print_run(run: Run) -> None:
-    if run.parallel.deepspeed:  # the one file that takes torch and DeepSpeed to judge
-        with redirect_stdout(sys.stderr):  # DeepSpeed's log is on stdout, which is for the JSON here
+    if run.parallel.deepspeed:  # checking this file needs torch and DeepSpeed
+        with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is for the JSON here
             from gptlm.recipes.common.deepspeed import check_file
 
             check_file(run)
@@ -232,12 +232,12 @@ def _parse_index(argv: Sequence[str]) -> Run:
     return parse_pretrain(argv, os.environ, printing=True)
 
 
-INDEX_SUMMARY = "Build the index of a pretraining command ahead; takes its flags and --world_size."
+INDEX_SUMMARY = "Build the sample index of a pretraining command; takes its arguments and --world_size."
 DATA_TOOLS: dict[str, tuple[str, Vocabulary, Callable[[Sequence[str]], Any]]] = {
-    "check": ("Check that token files are whole.", PREFIX, parse_prefix),
-    "stats": ("Numbers of one corpus.", PREFIX, parse_prefix),
+    "check": ("Check that token files are complete.", PREFIX, parse_prefix),
+    "stats": ("Statistics of one corpus.", PREFIX, parse_prefix),
     "show": ("Print one training sample with its document boundaries.", ORDER, parse_order),
-    "order": ("Print which samples each split serves, with a hash.", ORDER, parse_order),
+    "order": ("Print which samples each split contains, with a hash.", ORDER, parse_order),
     "merge": ("Join corpora into one.", COPY, parse_copy),
     "convert": ("Write a corpus in another format.", COPY, parse_copy),
     "index": (INDEX_SUMMARY, PRETRAIN, _parse_index),
@@ -246,7 +246,7 @@ DATA_TOOLS: dict[str, tuple[str, Vocabulary, Callable[[Sequence[str]], Any]]] = 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what it does, what it is called in scripts/, its flags."""
+    """One command: its function, summary, script in scripts/, and arguments."""
 
     run: Callable[[Sequence[str]], int | None]
     summary: str
@@ -257,9 +257,9 @@ class Command:
 
 COMMANDS = {
     "pretrain": Command(pretrain, "Pretrain a GPT on token files.", "run_pretrain.py", PRETRAIN, PRINT_HELP),
-    "sft": Command(sft, "Fine-tune a GPT on prompts and answers.", "finetune_generation.py", SFT, PRINT_HELP),
-    "merge-lora": Command(merge_lora, "Add adapters to a model's weights.", "merge_lora.py", MERGE),
-    "convert": Command(convert, "Checkpoints of the originals, in and out.", "convert_checkpoint.py", CONVERT),
+    "sft": Command(sft, "Fine-tune a GPT on prompts and responses.", "finetune_generation.py", SFT, PRINT_HELP),
+    "merge-lora": Command(merge_lora, "Merge LoRA adapters into the weights of a model.", "merge_lora.py", MERGE),
+    "convert": Command(convert, "Convert checkpoints from and to other libraries.", "convert_checkpoint.py", CONVERT),
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
@@ -300,23 +300,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who read the output has had enough, as `head`
+    except BrokenPipeError:  # the reader of the output has stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:  # a fault of ours, or of a library
+    except Exception as error:  # a bug here or in a library
         debug = bool(os.environ.get(DEBUG_VARIABLE))
         print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
         return 1
 
 
 def _with_prefix(command: str, text: str) -> str:
-    """Every line of an error with the command and the rank before it, as lines of several ranks are mixed."""
+    """Every line of an error with the command and the rank, because lines of several ranks are mixed."""
     prefix = f"gptlm {command}: {f'rank {rank()}: ' if is_launched() else ''}error: "
     return "\n".join(prefix + line for line in text.splitlines() or [""])
 
 
 def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
-    """Let `gpu:N` mean card N: this process sees that card only. Must come before CUDA is initialised."""
+    """With `gpu:N` this process sees GPU N only. Must be called before CUDA is initialized."""
     _, _, index = device.partition(":")
     if index:
         visible = [card for card in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
@@ -325,7 +325,7 @@ def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
 
 
 def _be_utf8() -> None:
-    """Under a locale that is not UTF-8, start again in Python's UTF-8 mode: texts and paths are UTF-8 everywhere."""
+    """Restart in Python's UTF-8 mode if the locale is not UTF-8: texts and paths are always UTF-8."""
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -62,11 +62,11 @@ def test_a_word_has_one_meaning(name):
 @pytest.mark.parametrize("vocabulary", [PRETRAIN, SFT], ids=["pretrain", "sft"])
 def test_every_training_argument_of_transformers_is_known(vocabulary):
     words = {field.name for field in fields(TrainingArguments)} | set(TRANSFORMERS_4) | set(RUN_CLM)
-    assert words - vocabulary.words() == set()
+    assert words - vocabulary.names() == set()
 
 
 def test_every_argument_of_trl_is_known_to_sft():
-    assert set(TRL) - SFT.words() == set()
+    assert set(TRL) - SFT.names() == set()
 
 
 DEGREES = {  # 1 asks for nothing

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
-from gptlm.compat import megatron as spellings_megatron
+from gptlm.compat import megatron
 from gptlm.errors import UsageError
 from gptlm.launcher.args import parse_launch
 from gptlm.planner.args import sizes_of
@@ -190,13 +190,13 @@ def test_each_flag_of_oneflow(words, meaning):
 
 
 def test_no_word_has_two_meanings():
-    tables = (spellings_megatron.RENAMED, spellings_megatron.IGNORED, spellings_megatron.REFUSED)
+    tables = (megatron.RENAMED, megatron.IGNORED, megatron.REFUSED)
     names = [name for table in tables for name in table]
     assert len(names) == len(set(names))
     assert not {*names} & PRETRAIN.flags().keys()
     for name, flag in PRETRAIN.renamed.items():
         assert flag in PRETRAIN.flags(), name
-    assert {*spellings_megatron.ONEFLOW, *spellings_megatron.MEGATRON} <= PRETRAIN.words()
+    assert {*megatron.ONEFLOW, *megatron.MEGATRON} <= PRETRAIN.names()
 
 
 @pytest.mark.parametrize(

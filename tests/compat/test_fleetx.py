@@ -303,7 +303,7 @@ def test_a_setting_said_twice_in_the_first_generation(show):
     """There only the last name of a key counts, and the last one wins."""
     found = show(text=FLAT.replace("    weight_decay", "    max_steps: 3\n    weight_decay"), world=1)
     assert found["run"]["max_steps"] == 3
-    assert any("are one setting; the last one counts" in note for note in found["notes"])
+    assert any("set the same value; the last one counts" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

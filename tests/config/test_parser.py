@@ -153,7 +153,7 @@ def test_help_names_every_flag_with_its_meaning():
         assert len(f.metadata["help"]) > 9, name
 
 
-def test_spelling_tables_do_not_contradict_each_other():
+def test_alias_tables_are_disjoint():
     flags = set(PRETRAIN.flags())
     renamed, ignored, refused = set(PRETRAIN.renamed), set(PRETRAIN.ignored), set(PRETRAIN.refused)
     assert not (flags & (renamed | ignored | refused)) and not (ignored & refused) and not (renamed & ignored)

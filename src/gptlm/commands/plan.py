@@ -90,7 +90,7 @@ def _check_words(words: list[str]) -> None:
         if name in ("num_gpus_per_node", "num_nodes"):
             raise UsageError(f"{word}: use --num_gpus (in total) and --gpus_per_node")
         near = difflib.get_close_matches(name, OWN.flags(), n=1, cutoff=0.8)
-        if near and name not in PRETRAIN.words():
+        if near and name not in PRETRAIN.names():
             raise UsageError(f"{word} is unknown; did you mean --{near[0]}?")
 
 

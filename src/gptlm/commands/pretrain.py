@@ -25,7 +25,7 @@ PRETRAIN = Vocabulary(
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.PRETRAIN_IGNORED | megatron.IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.PRETRAIN_REFUSED | megatron.REFUSED,
     settings=transformers.TRAINING_SETTINGS,
-    respelled=megatron.VALUES,
+    alias_values=megatron.VALUES,
     sections=training_arguments,
 )
 

@@ -57,7 +57,7 @@ def degrees_fit(parallel: ParallelArguments, dims: ParallelDims) -> bool:
 
 
 def derive_degrees(parsed: Parsed, dims: ParallelDims) -> None:
-    """Degrees of each dimension, and the spellings of `sharding` for on and off."""
+    """Degrees of each dimension, and the values of `sharding` that mean on and off."""
     parallel = parsed[ParallelArguments]
     parallel = parsed.put(
         replace(parallel, tensor_parallel_degree=dims.tensor, pipeline_parallel_degree=dims.pipeline),

@@ -31,7 +31,7 @@ class Vocabulary:
         renamed: alias -> argument.
         ignored: alias -> why it has no effect.
         refused: alias -> (values that ask for nothing, why any other value is refused).
-        respelled: alias -> {value there: value here}.
+        alias_values: alias -> {value there: value here}.
         settings: alias -> {value there, in small letters: our arguments, as "--device cpu", or ""}; a bare switch is
             "true".
         defaults: argument -> its default in this command, for --help, where it is not the field's.
@@ -43,7 +43,7 @@ class Vocabulary:
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
-    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    alias_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Vocabulary:
         """Name -> (field, type) of every argument."""
         return _flags_of(self.groups)
 
-    def words(self) -> set[str]:
+    def names(self) -> set[str]:
         """Every name that is known, aliases included."""
         return {*self.effective(), *self.ignored, *self.refused}
 
@@ -152,7 +152,7 @@ def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
     Raises:
         UsageError: listing everything that is wrong.
     """
-    found = read_arguments(list(argv), vocabulary.sections, vocabulary.words())
+    found = read_arguments(list(argv), vocabulary.sections, vocabulary.names())
     reader = _Reader(vocabulary)
     reader.parsed.notes += found.notes
     problems = [*found.problems]
@@ -203,7 +203,7 @@ class _Reader:
         parsed = self.parsed
         if given.nested:
             raise UsageError(f"{given.typed} holds a nested value; expected a string, number, boolean or list")
-        values = self.vocabulary.respelled.get(known, {})
+        values = self.vocabulary.alias_values.get(known, {})
         given = replace(given, values=tuple(values.get(value.lower(), value) for value in given.values))
         f, kind = self.flags[name]
         if not given.values and f.metadata["switch"]:
@@ -224,7 +224,7 @@ class _Reader:
 
     def _resolve(self, given: Argument) -> tuple[str, bool]:
         """The known name of `given`, and whether it was negated as in `--no_x`. Unique prefixes are accepted."""
-        known, effective, name = self.vocabulary.words(), self.vocabulary.effective(), given.name
+        known, effective, name = self.vocabulary.names(), self.vocabulary.effective(), given.name
         if name in known:
             return name, False
         if name.startswith("no_") and name[3:] in self.flags:

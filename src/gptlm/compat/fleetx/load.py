@@ -26,14 +26,14 @@ class Configuration:
     Attributes:
         path: the file.
         leaves: key -> value and place, in order.
-        spelled: key -> as it is spelled in this file's generation.
+        original: key -> its name in this file's generation.
         generation: "flat" (`PreTraining:`), "first" (sections of August 2022) or "sections".
         notes: lines for the log.
     """
 
     path: str
     leaves: dict[str, Leaf]
-    spelled: dict[str, str]
+    original: dict[str, str]
     generation: str
     notes: list[str] = field(default_factory=list)
 
@@ -43,11 +43,11 @@ class Configuration:
         return default if leaf is None or leaf.value in (None, "") else leaf.value
 
     def typed(self, key: str) -> str:
-        """`key` for messages, as it is spelled there, with its place."""
-        spelled, leaf = self.spelled.get(key, key), self.leaves.get(key)
+        """`key` for messages, with its name and place in the file."""
+        original, leaf = self.original.get(key, key), self.leaves.get(key)
         if leaf is None:
-            return spelled
-        return f"-o {spelled}" if leaf.source == OVERRIDE else f"{spelled} ({leaf.place})"
+            return original
+        return f"-o {original}" if leaf.source == OVERRIDE else f"{original} ({leaf.place})"
 
     def has(self, section: str) -> bool:
         """Whether a key is below `section`."""
@@ -77,8 +77,8 @@ def read_configuration(path: str, overrides: Sequence[str]) -> Configuration:
     if problems:
         raise UsageError("\n".join(problems))
     configuration = Configuration(path, {}, {}, generation, notes)
-    for spelled, leaf in _leaves(tree):
-        _place(configuration, spelled, replace(leaf, value=_literal(leaf.value)))
+    for original, leaf in _leaves(tree):
+        _place(configuration, original, replace(leaf, value=_literal(leaf.value)))
     return configuration
 
 
@@ -202,7 +202,7 @@ def _understood(key: str) -> bool:
 
 
 def _unknown(tree: Tree, path: str, generation: str) -> str:
-    known = {spelled for spelled, _ in _leaves(tree)}
+    known = {original for original, _ in _leaves(tree)}
     known |= {*keys.TRAINING_RENAMED, *keys.SETTLED} if generation != "flat" else set(keys.FLAT)
     near = difflib.get_close_matches(path, sorted(known), n=1, cutoff=0.6)
     return f"-o {path}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
@@ -220,29 +220,29 @@ def matching(key: str, table: Mapping[str, str]) -> str | None:
     return next((table[section] for section in sections if section in table), None)
 
 
-def _canonical(spelled: str, generation: str) -> str:
+def _canonical(original: str, generation: str) -> str:
     if generation == "flat":
-        return keys.FLAT.get(spelled.rsplit(".", 1)[-1], spelled)
-    parts = spelled.split(".")
+        return keys.FLAT.get(original.rsplit(".", 1)[-1], original)
+    parts = original.split(".")
     for count in range(len(parts), 0, -1):
         head = ".".join(parts[:count])
         whole = count == len(parts)
         if head in keys.MOVED and (whole or keys.MOVED[head].rsplit(".", 1)[-1] != "clip_norm"):
             return ".".join([keys.MOVED[head], *parts[count:]])
-    return spelled
+    return original
 
 
-def _place(configuration: Configuration, spelled: str, leaf: Leaf) -> None:
-    key = _canonical(spelled, configuration.generation)
-    if spelled.endswith("dp_degreei"):
-        configuration.notes.append(f"{spelled} ({leaf.place}) is taken as Distributed.dp_degree; did you mistype it?")
+def _place(configuration: Configuration, original: str, leaf: Leaf) -> None:
+    key = _canonical(original, configuration.generation)
+    if original.endswith("dp_degreei"):
+        configuration.notes.append(f"{original} ({leaf.place}) is taken as Distributed.dp_degree; did you mistype it?")
     before = configuration.leaves.get(key)
     if before is not None and before.source == OVERRIDE != leaf.source:
         return
     if before is not None and leaf.source != OVERRIDE and before.value not in (None, leaf.value):
         configuration.notes.append(
-            f"{configuration.typed(key)} {before.value} and {spelled} ({leaf.place}) {leaf.value} are one setting; the "
-            "last one counts"
+            f"{configuration.typed(key)} {before.value} and {original} ({leaf.place}) {leaf.value} set the same value; "
+            "the last one counts"
         )
     configuration.leaves[key] = leaf
-    configuration.spelled[key] = spelled
+    configuration.original[key] = original

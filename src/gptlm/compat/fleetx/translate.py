@@ -202,7 +202,7 @@ def _without_effect(
         reason = None if key in renamed or key in keys.SETTLED else matching(key, ignored)
         usual = (*NO_CHANGE, *keys.SAME.get(key, ()), *_as_train(configuration, key))
         if reason is not None and configuration.value(key) not in usual:
-            by_reason[reason].append(configuration.spelled[key])
+            by_reason[reason].append(configuration.original[key])
     for reason, found in by_reason.items():
         shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
         yield f"{configuration.path}: {shown} has no effect here ({reason})"
