@@ -175,7 +175,7 @@ def plan(argv: Sequence[str]) -> None:
 def data(argv: Sequence[str]) -> None:
     tool, words = (argv[0], argv[1:]) if argv else ("", [])
     if tool not in DATA_TOOLS:
-        raise UsageError(f"{tool!r} is no data tool; expected one of {', '.join(DATA_TOOLS)}")
+        raise UsageError(f"{tool!r} is not a data tool; expected one of {', '.join(DATA_TOOLS)}")
     if any(word in HELP for word in words):
         print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0] + DEBUG_HELP, DATA_TOOLS[tool][1]), end="")
         return
@@ -207,10 +207,10 @@ def _convert_on_stderr(needed: ConversionNeeded) -> None:
 
 
 def _piped() -> bool:
-    """Whether standard input is a pipe, a file or a socket: neither closed, nor a terminal, nor /dev/null."""
+    """Whether standard input is a pipe, a file or a socket, and not closed, a terminal or /dev/null."""
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
-    except (AttributeError, OSError, ValueError):  # closed, or replaced by an object without a descriptor
+    except (AttributeError, OSError, ValueError):  # closed, or an object without a file descriptor
         return False
 
 
@@ -238,7 +238,7 @@ DATA_TOOLS: dict[str, tuple[str, Vocabulary, Callable[[Sequence[str]], Any]]] = 
     "stats": ("Statistics of one corpus.", PREFIX, parse_prefix),
     "show": ("Print one training sample with its document boundaries.", ORDER, parse_order),
     "order": ("Print which samples each split contains, with a hash.", ORDER, parse_order),
-    "merge": ("Join corpora into one.", COPY, parse_copy),
+    "merge": ("Merge corpora into one.", COPY, parse_copy),
     "convert": ("Write a corpus in another format.", COPY, parse_copy),
     "index": (INDEX_SUMMARY, PRETRAIN, _parse_index),
 }
@@ -264,16 +264,16 @@ COMMANDS = {
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
     "evaluate": Command(evaluate, "Accuracy and perplexity of a model.", "evaluate.py", EVALUATE, EVALUATE_HELP),
-    "data": Command(data, "Look at token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
-    "plan": Command(plan, "Which layouts fit a number of GPUs, and the likely fastest.", "plan.py", PLAN),
-    "launch": Command(launch, "Start a script on all GPUs, on several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),
-    "demo": Command(demo, "Do all of it on this machine's own text.", "demo.py", DEMO),
+    "data": Command(data, "Inspect token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
+    "plan": Command(plan, "Find parallel layouts for a number of GPUs.", "plan.py", PLAN),
+    "launch": Command(launch, "Start a script on all GPUs of one or several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),
+    "demo": Command(demo, "Run the complete workflow on text that every Python contains.", "demo.py", DEMO),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    _be_utf8()
+    _require_utf8()
     quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
@@ -319,12 +319,12 @@ def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
     """With `gpu:N` this process sees GPU N only. Must be called before CUDA is initialized."""
     _, _, index = device.partition(":")
     if index:
-        visible = [card for card in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
+        visible = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         known = visible[int(index)] if int(index) < len(visible) else "-1"
         environment["CUDA_VISIBLE_DEVICES"] = known if visible else index
 
 
-def _be_utf8() -> None:
+def _require_utf8() -> None:
     """Restart in Python's UTF-8 mode if the locale is not UTF-8: texts and paths are always UTF-8."""
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
         os.environ["PYTHONUTF8"] = "1"
