@@ -4,6 +4,7 @@ Megatron-LM's conjugate pairs (arXiv 1909.08053, section 3; sequence parallelism
 Sequences lie in dimension 1: (B, T, D).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,49 +23,20 @@ from gptlm.upstream.torch import (
 )
 
 SEQUENCE = 1
+Operation = Callable[[Tensor, Any], Tensor]
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """`forward_op(x, group)`, whose backward is `backward_op(gradient, group)`."""
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return all_reduce(gradient, "sum", ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        return all_reduce(x, "sum", group)
+    def forward(ctx, x: Tensor, group: Any, forward_op: Operation, backward_op: Operation) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.backward_op = group, backward_op
+        return forward_op(x, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return _reduce_scatter(gradient, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        return _all_gather(gradient, ctx.group), None
+        return ctx.backward_op(gradient, ctx.group), None, None, None
 
 
 @torch.library.custom_op("gptlm::gathered_weight_gradient", mutates_args=())
@@ -98,17 +70,17 @@ class _GatheredLinear(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: Any) -> Tensor:
     """`x` as the input of work that is split over `group`; backward: all-reduce."""
-    return _Copy.apply(x, group)
+    return _Collective.apply(x, group, _identity, _sum)
 
 
 def reduce_from_group(x: Tensor, group: Any) -> Tensor:
     """All-reduce of `x`; backward: the identity."""
-    return _Reduce.apply(x, group)
+    return _Collective.apply(x, group, _sum, _identity)
 
 
 def gather_sequence(x: Tensor, group: Any) -> Tensor:
     """All-gather of a sequence, (B, T / n, D) -> (B, T, D); backward: reduce-scatter."""
-    return _Gather.apply(x, group)
+    return _Collective.apply(x, group, _all_gather, _reduce_scatter)
 
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
@@ -125,7 +97,7 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor
 
 def reduce_scatter_sequence(x: Tensor, group: Any) -> Tensor:
     """Reduce-scatter of a sequence, (B, T, D) -> (B, T / n, D); backward: all-gather."""
-    return _ReduceScatter.apply(x, group)
+    return _Collective.apply(x, group, _reduce_scatter, _all_gather)
 
 
 def local_part(x: Tensor, group: Any, dim: int) -> Tensor:
@@ -140,6 +112,14 @@ def all_reduce(x: Tensor, operation: str, group: Any) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=group)
     return x
+
+
+def _identity(x: Tensor, group: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    return all_reduce(x, "sum", group)
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:
