@@ -7,6 +7,7 @@ rank, so the other adapters are padded with zeros, and alpha grows with the rank
 
 import json
 import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from gptlm.model.safetensors_io import LazyTensors, save_tensors
 
 PADDLE_CONFIG = "lora_config.json"
 # PEFT's settings of plain LoRA, and PaddleNLP's switches of variants that compute something else.
-PEFT_PLAIN = {
+PEFT_PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "use_rslora": (None, False),
     "bias": (None, "none"),
@@ -82,20 +83,20 @@ def read_paddle(folder: Path, heads: int | None) -> Adapters:
     Raises:
         GptlmError: if files are missing or damaged, or the adapters are not plain LoRA.
     """
-    settings = _paddle_settings(folder)
+    path = folder / PADDLE_CONFIG
+    settings = read_json(path, remedy="copy the adapters again")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise GptlmError(f"{path} is damaged: r is {rank!r}, lora_alpha {alpha!r}; copy the adapters again")
+    _check_plain(settings, dict.fromkeys(PADDLE_VARIANTS, (None, False, "")), folder)
     weights = next((folder / name for name in PADDLE_ADAPTERS if (folder / name).is_file()), None)
     if weights is None:
         raise GptlmError(f"{folder} has no {PADDLE_ADAPTERS[0]}; copy the adapters again")
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in read_tensors(weights).items():
-        place, _, half = name.rpartition(".lora_")
-        own = gpt2_name(f"{place}.weight")
-        _check_half(half, own, name, weights)
-        halves.setdefault(str(own).removesuffix(".weight"), {})[half] = tensor.t()
-    modules = _paired(halves, weights)
+    stored = {name: tensor.t() for name, tensor in read_tensors(weights).items()}
+    modules = _adapters_in(stored, lambda place: gpt2_name(f"{place}.weight"), weights)
     heads = configuration(folder).get("num_attention_heads") or heads
-    scale = float(settings["lora_alpha"]) / settings["r"]
-    return Adapters(_merge_qkv(modules, heads, folder), scale, str(settings.get("base_model_name_or_path") or ""))
+    base = str(settings.get("base_model_name_or_path") or "")
+    return Adapters(_merge_qkv(modules, heads, folder), alpha / rank, base)
 
 
 def read_peft(folder: Path) -> Adapters:
@@ -105,18 +106,11 @@ def read_peft(folder: Path) -> Adapters:
         GptlmError: if files are missing or damaged, or the adapters are not plain LoRA.
     """
     settings = read_adapter_config(folder)
-    for key, plain in PEFT_PLAIN.items():
-        if settings.get(key) not in plain:
-            raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain LoRA is converted")
+    _check_plain(settings, PEFT_PLAIN, folder)
     weights = folder / ADAPTER_WEIGHTS
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in LazyTensors([weights]).items():
-        module, _, half = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
-        in_layer = layer_and_part(f"{module}.weight")[0] is not None
-        _check_half(half, module if in_layer else None, name, weights)
-        halves.setdefault(module, {})[half] = tensor
-    scale = settings["lora_alpha"] / settings["r"]
-    return Adapters(_paired(halves, weights), scale, str(settings.get("base_model_name_or_path") or ""))
+    modules = _adapters_in(LazyTensors([weights]), lambda place: f"{place.removeprefix(PEFT_PREFIX)}.weight", weights)
+    base = str(settings.get("base_model_name_or_path") or "")
+    return Adapters(modules, settings["lora_alpha"] / settings["r"], base)
 
 
 def write_peft(adapters: Adapters, folder: Path, dtype: torch.dtype | None) -> None:
@@ -189,26 +183,27 @@ def max_difference(one: Adapters, other: Adapters) -> float:
     return max(float((one.delta(module) - other.delta(module)).abs().max()) for module in one.modules)
 
 
-def _paddle_settings(folder: Path) -> dict[str, Any]:
-    path = folder / PADDLE_CONFIG
-    settings = read_json(path, remedy="copy the adapters again")
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
-        raise GptlmError(f"{path} is damaged: r is {rank!r}, lora_alpha {alpha!r}; copy the adapters again")
-    variant = next((key for key in PADDLE_VARIANTS if settings.get(key)), None)
-    if variant:
-        raise GptlmError(
-            f"the adapters in {folder} have {variant} = {settings[variant]!r}; only plain LoRA is converted"
-        )
-    return settings
+def _check_plain(settings: Mapping[str, Any], plain: Mapping[str, tuple[Any, ...]], folder: Path) -> None:
+    for key, values in plain.items():
+        if settings.get(key) not in values:
+            raise GptlmError(f"the adapters in {folder} have {key} = {settings[key]!r}; only plain LoRA is converted")
 
 
-def _check_half(half: str, module: str | None, name: str, path: Path) -> None:
-    if half not in ("A", "B") or module is None:
-        raise GptlmError(f"{path} contains {name}, which is not a LoRA adapter of GPT-2's layers")
+def _adapters_in(
+    tensors: Mapping[str, Tensor], gpt2_weight: Callable[[str], str | None], path: Path
+) -> dict[str, LowRank]:
+    """Pairs the tensors `PLACE.lora_A[.weight]` (r, in) and `PLACE.lora_B[.weight]` (out, r).
 
-
-def _paired(halves: dict[str, dict[str, Tensor]], path: Path) -> dict[str, LowRank]:
+    Args:
+        gpt2_weight: the name of the adapted weight in stock GPT-2 by PLACE.
+    """
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        place, _, half = name.removesuffix(".weight").rpartition(".lora_")
+        weight = gpt2_weight(place)
+        if half not in ("A", "B") or weight is None or layer_and_part(weight)[0] is None:
+            raise GptlmError(f"{path} contains {name}, which is not a LoRA adapter of GPT-2's layers")
+        halves.setdefault(weight.removesuffix(".weight"), {})[half] = tensor
     incomplete = next((module for module, pair in halves.items() if len(pair) < 2), None)
     if incomplete or not halves:
         raise GptlmError(f"{path} lacks one half of {incomplete}" if incomplete else f"{path} contains no adapters")

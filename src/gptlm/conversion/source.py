@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT, MASTER = "weight", "master"
+WITHOUT_OPTIMIZER = f"convert without {named('with_optimizer')}"
 TOLERANCE = 0.02  # largest difference of two copies of a weight, relative to its largest absolute value
 
 
@@ -107,9 +108,7 @@ class Source(ABC):
 
     def progress(self) -> Progress:
         """How far training got. Raises GptlmError if the checkpoint has no optimizer state that can be read."""
-        raise GptlmError(
-            f"optimizer states of this format ({self.found}) cannot be read; convert without {named('with_optimizer')}"
-        )
+        raise GptlmError(f"optimizer states of this format ({self.found}) cannot be read; {WITHOUT_OPTIMIZER}")
 
     def optimizer_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight's name, kind, value) of each state; kinds are MOMENTS and "master", the float32 copy of a weight.
@@ -271,6 +270,12 @@ def check_variants(values: Mapping[str, Any], variants: dict[str, tuple[tuple[ob
             value = value[0]
         if value not in gpt2_values:
             raise GptlmError(f"{where} is not GPT-2: {name} = {value!r} means {meaning}")
+
+
+def check_unknown(names: list[str], where: Path) -> None:
+    """Raises GptlmError if there are any `names` of unknown tensors."""
+    if names:
+        raise GptlmError(f"{where} contains {len(names)} tensors that GPT-2 does not have (first: {names[0]})")
 
 
 def merge_replicated(parts: list[Tensor], name: str, where: Path) -> Tensor:

@@ -14,9 +14,11 @@ from gptlm.conversion.safe_pickle import StandIn, read_torch
 from gptlm.conversion.source import (
     MASTER,
     WEIGHT,
+    WITHOUT_OPTIMIZER,
     Progress,
     ReadOptions,
     ShardedSource,
+    check_unknown,
     check_variants,
     checked_shape,
     first_value,
@@ -28,7 +30,6 @@ from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
 
 MASTER_WEIGHTS = "fp32_from_fp16_params"
-WITHOUT_OPTIMIZER = f"convert without {named('with_optimizer')}"
 
 
 class MegatronSource(ShardedSource):
@@ -128,7 +129,7 @@ class MegatronSource(ShardedSource):
                     stored[own] = tensor
                 elif not layout.BUFFERS.search(name):
                     unknown.append(name)
-        _check_unknown(unknown, path)
+        check_unknown(unknown, path)
         return stored
 
     def _check_head(self, tensor: Tensor, path: Path) -> None:
@@ -245,7 +246,7 @@ class DeepSpeedLayers(MegatronSource):
                 unknown.append(name)
             else:
                 stored[own] = tensor
-        _check_unknown(unknown, path)
+        check_unknown(unknown, path)
         return stored
 
     def _measure(self) -> tuple[int, dict[str, int]]:
@@ -259,11 +260,6 @@ class DeepSpeedLayers(MegatronSource):
             )
         inner = len(layer["transformer.h.0.mlp.c_fc.bias"]) * len(self.found.files[0])
         return embedding[WTE].shape[0], {**sizes, "num_hidden_layers": layers, "intermediate_size": inner}
-
-
-def _check_unknown(names: list[str], path: Path) -> None:
-    if names:
-        raise GptlmError(f"{path} contains {len(names)} tensors that GPT-2 does not have (first: {names[0]})")
 
 
 def _embedding_in(content: Mapping[str, Any]) -> Tensor:

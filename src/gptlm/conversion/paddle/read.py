@@ -16,15 +16,17 @@ from gptlm.conversion.safe_pickle import read_pickle
 from gptlm.conversion.source import (
     MASTER,
     WEIGHT,
+    WITHOUT_OPTIMIZER,
     Progress,
     ReadOptions,
     ShardedSource,
+    check_unknown,
     check_variants,
     checked_shape,
     first_value,
     merge_replicated,
 )
-from gptlm.errors import GptlmError, named
+from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, read_json
 from gptlm.model.safetensors_io import LazyTensors
 
@@ -33,7 +35,6 @@ TANH_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and Fle
 NAME_TABLE = "StructuredToParameterName@@"  # name -> internal name, in paddle.save's files
 BIG_ARRAYS = "UnpackBigParamInfor@@"
 MASTER_WEIGHTS = "master_weights"
-WITHOUT_OPTIMIZER = f"convert without {named('with_optimizer')}"
 
 
 class PaddleSource(ShardedSource):
@@ -120,8 +121,7 @@ class PaddleSource(ShardedSource):
                 self._heads += [tensors[name]] if self.kind == WEIGHT else []
             else:
                 unknown.append(name)
-        if unknown:
-            raise GptlmError(f"{path} contains {len(unknown)} tensors that GPT-2 does not have (first: {unknown[0]})")
+        check_unknown(unknown, path)
         return RenamedTensors(tensors, names)
 
     def _set_sizes(self, options: ReadOptions) -> None:
