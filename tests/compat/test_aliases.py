@@ -1,4 +1,4 @@
-"""Every foreign word does its work, is refused, or is named: nothing is taken for something else."""
+"""Every alias has its effect, is refused, or is logged; none is mistaken for another argument."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from gptlm.commands.sft import SFT, parse_sft
 from gptlm.config.help import help_text
 from gptlm.config.parser import FALSE, parse
 from gptlm.errors import UsageError
-from tests.config.test_messages import save_model
+from tests.config.test_problem import save_model
 
 VOCABULARIES = {name: command.vocabulary for name, command in COMMANDS.items()}
 VOCABULARIES |= {f"data {name}": tool[1] for name, tool in DATA_TOOLS.items()}
@@ -48,7 +48,7 @@ TRL = """
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_a_word_has_one_meaning(name):
+def test_a_name_has_one_meaning(name):
     vocabulary = VOCABULARIES[name]
     flags = set(vocabulary.flags())
     tables = [flags, vocabulary.renamed, vocabulary.ignored, vocabulary.refused, vocabulary.settings]
@@ -80,7 +80,7 @@ REFUSED = sorted((name, word) for name in OWN for word in VOCABULARIES[name].ref
 
 
 @pytest.mark.parametrize(("name", "word"), REFUSED)
-def test_what_is_refused_is_refused_however_it_is_asked_for(name, word, tmp_path):
+def test_refused_arguments_are_refused_in_every_form(name, word, tmp_path):
     vocabulary = VOCABULARIES[name]
     degree = word in DEGREES and vocabulary.refused[word][0]  # Megatron's older name is refused whatever it says
     asks = [["--" + word], *(["--" + word, value] for value in ("true", "yes", "on", "1", "True"))]
@@ -101,7 +101,7 @@ def test_what_is_refused_is_refused_however_it_is_asked_for(name, word, tmp_path
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_suggestions_lead_to_words_that_do_something(name):
+def test_suggestions_have_an_effect(name):
     vocabulary = VOCABULARIES[name]
     idle = {*vocabulary.ignored, *vocabulary.refused}
     for word in idle:
@@ -147,7 +147,7 @@ def test_suggestions_lead_to_words_that_do_something(name):
         (PREPROCESS, "--preprocessing_num_workers 2", "workers", 2),
     ],
 )
-def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
+def test_aliases_of_transformers_and_trl(vocabulary, words, flag, value):
     parsed = parse(vocabulary, words.split())
     assert parsed.value(flag) == value and parsed.notes == []
 
@@ -169,7 +169,7 @@ def test_words_of_transformers_and_trl(vocabulary, words, flag, value):
         (PREDICT, "--tokenizer_name_or_path tok", "the tokenizer is loaded from the model folder"),
     ],
 )
-def test_words_that_cannot_be_had_say_why(vocabulary, words, says):
+def test_refusals_give_the_reason(vocabulary, words, says):
     with pytest.raises(UsageError) as error:
         parse(vocabulary, words.split())
     assert says in str(error.value) and "did you mean" not in str(error.value)

@@ -4,11 +4,14 @@ import dataclasses
 import json
 from importlib import resources
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.compat import megatron
+from gptlm.compat.defaults import DEFAULTS
+from gptlm.config.run import with_epochs_counted
 from gptlm.errors import UsageError
 from gptlm.launcher.args import parse_launch
 from gptlm.planner.args import sizes_of
@@ -105,7 +108,7 @@ def test_megatron_has_its_own_defaults():
         ("--log_format paddlenlp", "log_format", "paddlenlp"),
     ],
 )
-def test_words_that_others_follow_from(more, flag, value, monkeypatch):
+def test_arguments_that_others_follow_from(more, flag, value, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = MEGATRON.replace(" --fp16", "") if "bf16" in more else MEGATRON
     world = 2 if "zero" in more or "tensor-model" in more else 1
@@ -189,7 +192,26 @@ def test_each_flag_of_oneflow(words, meaning):
         assert run.sources[meaning].text == f"--{words.split()[0]}" or run.sources[meaning].text.startswith("derived")
 
 
-def test_no_word_has_two_meanings():
+@pytest.mark.parametrize("mode", DEFAULTS)
+def test_defaults_have_the_types_of_their_arguments(mode):
+    """They are set by name, which mypy cannot check."""
+    hints = {name: hint for group in PRETRAIN.groups for name, hint in get_type_hints(group).items()}
+    for name, value in DEFAULTS[mode].items():
+        if isinstance(value, list):
+            assert hints[name] == list[type(value[0])], name
+        else:
+            kinds = {hints[name], *get_args(hints[name])}
+            assert type(value) in kinds or (type(value) is int and float in kinds), name
+
+
+def test_a_note_about_an_alias_is_logged_once():
+    run = resolve(f"{MEGATRON} --lr-warmup-iters 30", printing=False)
+    notes = [note for note in with_epochs_counted(run, 10).notes if "--lr-warmup-iters 30 wins" in note]
+    assert notes == ["--lr-warmup-fraction 0.01 has no effect: --lr-warmup-iters 30 wins"]
+    assert not any("--warmup_steps" in note for note in with_epochs_counted(run, 10).notes)
+
+
+def test_no_alias_has_two_meanings():
     tables = (megatron.RENAMED, megatron.IGNORED, megatron.REFUSED)
     names = [name for table in tables for name in table]
     assert len(names) == len(set(names))
@@ -215,7 +237,7 @@ def test_no_word_has_two_meanings():
         (f"{MEGATRON} --lr-decay-style exponential", "--lr-decay-style 'exponential': expected one of linear"),
     ],
 )
-def test_errors_speak_the_user_s_words(text, says):
+def test_errors_name_arguments_as_typed(text, says):
     refused(text, says)
 
 
@@ -429,7 +451,7 @@ def test_no_batch_is_no_evaluation_in_every_compat_mode():
         assert sum("there is no evaluation" in note for note in run.notes) == ("--do_eval" in words)
 
 
-def test_when_to_evaluate_is_said_without_asking_for_it(tmp_path):
+def test_an_evaluation_interval_alone_turns_nothing_on(tmp_path):
     ours = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --max_steps 5 --output_dir o --input_dir d"
     run = resolve(f"{ours} --eval_steps 7", printing=False)
     assert not run.training.do_eval

@@ -9,7 +9,7 @@ from gptlm.commands.sft import parse_sft
 from gptlm.errors import UsageError
 from gptlm.recipes.common.deepspeed import check_file, deepspeed_config
 from gptlm.recipes.common.device import Machine
-from tests.config.test_messages import save_model
+from tests.config.test_problem import save_model
 
 SIZES = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --input_dir d --output_dir o --max_steps 5"
 ZERO2 = {"zero_optimization": {"stage": 2}}

@@ -1,13 +1,15 @@
-"""The door: PaddleNLP's parser rules, and what is better here."""
+"""Parsing: PaddleNLP's rules, and where gptlm is stricter."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from gptlm.commands.pretrain import PRETRAIN
 from gptlm.commands.sft import SFT
+from gptlm.config.args.training import TrainingArguments
 from gptlm.config.help import help_text
-from gptlm.config.origin import DEFAULT, Origin, Source
+from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import parse
 from gptlm.errors import UsageError
 
@@ -60,7 +62,7 @@ def test_whole_numbers():
     assert values("--save_total_limit", "none")["save_total_limit"] is None
 
 
-def test_an_unambiguous_prefix_is_taken_and_named():
+def test_an_unambiguous_prefix_is_accepted_and_logged():
     parsed = parse(PRETRAIN, ["--max_seq_leng", "64"])
     assert parsed.value("max_seq_length") == 64
     assert parsed.notes == ["--max_seq_leng is taken as --max_seq_length"]
@@ -92,13 +94,13 @@ def test_refused(argv, says):
         parse(PRETRAIN, argv)
 
 
-def test_everything_wrong_is_said_at_once():
+def test_all_errors_are_reported_together():
     with pytest.raises(UsageError) as caught:
         parse(PRETRAIN, ["--max_stepz", "1", "--seed", "x", "--fp16", "maybe"])
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_foreign_words():
+def test_aliases_and_ignored_arguments():
     parsed = parse(PRETRAIN, ["--micro_batch_size", "3", "--use_flash_attention", "0", "--model_type", "gpt"])
     assert parsed.value("per_device_train_batch_size") == 3
     assert parsed.sources["per_device_train_batch_size"] == Source(Origin.CLI, "--micro_batch_size")
@@ -160,7 +162,7 @@ def test_alias_tables_are_disjoint():
     assert set(PRETRAIN.renamed.values()) <= flags
 
 
-def test_a_beginning_leads_to_words_that_do_something():
+def test_a_prefix_prefers_arguments_with_an_effect():
     assert parse(SFT, ["--eval_datase", "x"]).value("eval_dataset_name_or_path") == "x"
     with pytest.raises(UsageError, match="--eval_data is unknown"):
         parse(PRETRAIN, ["--eval_data", "x"])  # the beginning of two that are refused or do nothing
@@ -168,3 +170,25 @@ def test_a_beginning_leads_to_words_that_do_something():
         parse(PRETRAIN, ["--use_flash_attenti", "1"]).notes[0]
         == "--use_flash_attenti is taken as --use_flash_attention"
     )
+
+
+def test_put_records_the_source_of_changed_values_only():
+    parsed = parse(PRETRAIN, ["--seed", "3", "--learning_rate", "nan"])
+    before = parsed[TrainingArguments]
+    training = parsed.put(replace(before, seed=4, max_steps=7, save_steps=before.save_steps), derived("x"))
+    assert parsed[TrainingArguments] is training and (training.seed, training.max_steps) == (4, 7)
+    assert parsed.sources["seed"] == parsed.sources["max_steps"] == derived("x")
+    assert parsed.sources["save_steps"] == DEFAULT and parsed.sources["learning_rate"].origin is Origin.CLI
+    parsed.put(replace(training, seed=5))
+    assert (parsed.value("seed"), parsed.sources["seed"]) == (5, derived("x"))
+
+
+@pytest.mark.parametrize(
+    ("words", "origin"),
+    [(["--seed", "1"], Origin.CLI), (["-c", "FILE", "-o", "seed=1"], Origin.OVERRIDE), (["-c", "FILE"], Origin.FILE)],
+)
+def test_origins(tmp_path, words, origin):
+    (tmp_path / "a.yaml").write_text("seed: 9\n")
+    parsed = parse(PRETRAIN, [word.replace("FILE", str(tmp_path / "a.yaml")) for word in words])
+    assert parsed.sources["seed"].origin is origin and parsed.given("seed")
+    assert parsed.is_default("max_steps") and not parsed.given("max_steps")

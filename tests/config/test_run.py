@@ -1,4 +1,4 @@
-"""Resolving a run: what follows from what was typed, and what is impossible."""
+"""Resolving a run: derived values, and runs that are impossible."""
 
 import json
 import shlex
@@ -124,7 +124,7 @@ def test_float8_goes_with_whole_bfloat16_layers(flags, world, says):
     assert parse_pretrain(shlex.split(f"{BASE} --fp8 --bf16 --sharding stage2"), {"WORLD_SIZE": "2"}).training.fp8
 
 
-def test_what_a_layout_says():
+def test_notes_about_the_parallel_layout():
     words = BASE + "--pipeline_parallel_degree 5 --gradient_accumulation_steps 4 --vocab_size 50257"
     notes = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "5"}).notes
     assert any("the first 4 stages have 5 layers, the others 4" in note for note in notes)
@@ -133,7 +133,7 @@ def test_what_a_layout_says():
     assert run.shape.vocab_size == 50257 and any("a row more on the first 1" in note for note in run.notes)
 
 
-def test_what_comes_twice_or_alone_is_said():
+def test_repeated_arguments_and_those_without_effect_are_logged():
     notes = parse_pretrain(shlex.split(BASE + "--seed 3 --seed 3 --seed 4 --recompute_granularity full"), {}).notes
     assert "--seed 3 has no effect: --seed 4 comes after it" in notes
     assert "--recompute_granularity has no effect: recompute is off" in notes
@@ -255,7 +255,7 @@ def test_flags_of_training_without_do_train_are_named():
     )
 
 
-def test_what_is_done_when_nothing_is_said():
+def test_actions_without_do_arguments():
     assert resolve(BASE)["run"]["do_train"] is True
     assert resolve(BASE + "--do_eval --continue_training")["run"]["do_train"] is False
     run = resolve(BASE + "--do_train --do_eval --logging_steps 7")["run"]

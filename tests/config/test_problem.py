@@ -1,4 +1,4 @@
-"""Errors name flags as the user typed them, report everything at once, and leave values alone."""
+"""Errors name flags as the user typed them, report all problems together, and do not change values."""
 
 import json
 from dataclasses import asdict
@@ -83,13 +83,13 @@ def test_merging_leaves_values_alone(tmp_path):
     assert str(error.value) == "--lora_path is missing"
 
 
-def test_a_value_cannot_be_taken_for_a_flag(tmp_path):
+def test_a_value_is_never_mistaken_for_an_argument(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"output_dir": named("seed")}))
     with pytest.raises(UsageError, match="output_dir: the value holds a NUL character"):
         parse(PRETRAIN, [str(tmp_path / "a.json")])
 
 
-def test_the_words_of_several_originals():
+def test_messages_follow_the_arguments_of_several_libraries():
     """Names follow the command: Megatron's, PaddleNLP's older ones, and a file's keys."""
     words = "--num-layers 3 --hidden-size 30 --num-attention-heads 4 --lr -1 --train-iters 5 --save o --data-path d"
     with pytest.raises(UsageError) as error:
@@ -136,7 +136,7 @@ def test_all_problems_of_fine_tuning_at_once():
         assert said in str(error.value), said
 
 
-def test_every_line_of_an_error_says_whose_it_is(monkeypatch, capsys):
+def test_every_line_of_an_error_has_command_and_rank(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert main("pretrain --bf16 --fp16 --global_batch_size 3 --per_device_train_batch_size 2".split()) == 2
     lines = capsys.readouterr().err.splitlines()
