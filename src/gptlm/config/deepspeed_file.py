@@ -65,8 +65,8 @@ def _take(parsed: Parsed, file: str, key: str, flag: str, value: Any) -> Iterato
     elif parsed.value(flag) != value:
         yield Problem(
             "",
-            f"{file} says {key} {value}, {named(flag)} says {shown(parsed.value(flag))}; give one of them or make them "
-            "equal",
+            f"{file} sets {key} to {value}, {named(flag)} is {shown(parsed.value(flag))}; give one of them or make "
+            "them equal",
         )
 
 
@@ -79,7 +79,7 @@ def _precision(parsed: Parsed, file: str, config: dict[str, Any]) -> Iterator[Pr
         if enabled is True and not on and parsed.given(kind):
             yield Problem(
                 "",
-                f"{file} says {kind}.enabled true, {named(kind)} says false; give one of them or make them equal",
+                f"{file} sets {kind}.enabled to true, {named(kind)} is false; give one of them or make them equal",
             )
         elif enabled is True:
             if not on:

@@ -28,8 +28,8 @@ def help_text(program: str, summary: str, vocabulary: Vocabulary) -> str:
         kept = {meant: values for meant, values in _by_value(meanings).items() if meant}
         lines += [f"  --{word} {' or '.join(values)}: {meant}" for meant, values in kept.items()]
     for title, words in (
-        ("Accepted without effect (the log says why):", vocabulary.ignored),
-        ("Refused (the error says why):", vocabulary.refused),
+        ("Accepted without effect (the log gives the reason):", vocabulary.ignored),
+        ("Refused (the error gives the reason):", vocabulary.refused),
     ):
         if words:
             text = ", ".join(sorted(words))

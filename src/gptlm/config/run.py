@@ -197,7 +197,7 @@ def resolve(
     """Fill in what follows for every training run, then check it.
 
     Args:
-        source: the model; None: it was not found, which `problems` says.
+        source: the model; None: it was not found, see `problems`.
         problems: what is wrong so far; everything else that is wrong is found before they are raised.
         own_problems: what can be wrong with this kind of run alone; called when everything is resolved.
         length_flag: the argument with the tokens of a sample.
