@@ -203,7 +203,7 @@ def test_checkpoints_without_readable_optimizer_states(run, tmp_path, capsys):
         assert main(command) == 1
         assert says in capsys.readouterr().err and not (tmp_path / "new").exists()
     command = ["convert", "--from", str(tmp_path / "h"), "--output", "x", "--to", "paddle", "--with_optimizer"]
-    assert main(command) == 2 and "are written with --to hf only" in capsys.readouterr().err
+    assert main(command) == 2 and "--with_optimizer needs --to hf" in capsys.readouterr().err
 
 
 def test_moments_of_other_parameters_are_refused(run, tmp_path, capsys):
