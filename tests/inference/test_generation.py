@@ -1,4 +1,4 @@
-"""Continuations: padded vocabulary rows are no tokens, prompts keep their end, batches do not matter."""
+"""Generation: padding rows are never generated, prompts keep their end, results do not depend on the batch."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ def run(model, tokenizer, prompts=PROMPTS, **change):
     return [text_of(tokenizer, ids) for ids in continue_rows(model, tokenizer, rows, independent=True, **settings)]
 
 
-def test_rows_without_a_token_are_never_drawn(model, tokenizer):
+def test_rows_without_a_token_are_never_sampled(model, tokenizer):
     torch.manual_seed(1)
     wild = Sampling(do_sample=True, top_k=0, temperature=50.0)
     rows = [tokenizer("the")["input_ids"]] * 60
@@ -99,7 +99,7 @@ def broken(tokenizer):
         {"min_new_tokens": 3},
     ],
 )
-def test_logits_that_are_not_finite_are_said_by_every_search(broken, tokenizer, asked, half):
+def test_every_search_reports_logits_that_are_not_finite(broken, tokenizer, asked, half):
     """The model is named, and so is the cause; stock `generate` chooses token 0 or raises from inside torch."""
     damaged, large = (copy.deepcopy(model).to(torch.bfloat16) if half else model for model in broken)
     damaged.name_or_path = "runs/a"
@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_are_said_by_every_search(broken, tokenizer, 
     assert damaged.generation_config.eos_token_id == 0  # what was set aside meanwhile is back
 
 
-def test_scoring_says_it_in_the_same_words(broken):
+def test_scoring_reports_logits_that_are_not_finite(broken):
     for model, cause in zip(broken, ("1 of its 16 weight", "so large"), strict=True):
         with pytest.raises(GptlmError, match=f"computes NaN or infinity: .*{cause}"):
             list(score(model, [Row([1, 2, 3], 2)], 1))
@@ -149,7 +149,7 @@ def stock(tokenizer, tmp_path_factory):
         {"num_beams": 2, "repetition_penalty": 1.3},
     ],
 )
-def test_a_batch_gives_what_stock_code_gives_single_prompts(tokenizer, stock, asked):
+def test_a_batch_equals_single_prompts_in_stock_code(tokenizer, stock, asked):
     """Prompts of 1 to 38 tokens, one with the end-of-text token in it; in a table of 40, the long ones get less."""
     folder, plain = stock
     eos = tokenizer.eos_token_id
@@ -167,7 +167,7 @@ def test_a_batch_gives_what_stock_code_gives_single_prompts(tokenizer, stock, as
     assert len({tuple(row) for row in wanted}) > 5
 
 
-def test_what_a_folder_says_of_generation_does_not_count(tokenizer, stock, tmp_path):
+def test_the_folder_s_generation_settings_are_ignored(tokenizer, stock, tmp_path):
     folder, _ = stock
     shutil.copytree(folder, tmp_path / "m")
     plain, _ = load_for_inference(str(tmp_path / "m"), torch.device("cpu"))
@@ -199,13 +199,13 @@ def test_several_continuations_follow_the_seed(model, tokenizer):
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 6
 
 
-def test_an_id_beyond_the_model_is_no_index_error(tokenizer):
+def test_an_id_beyond_the_vocabulary_is_refused(tokenizer):
     small = new_model(Shape(1, 32, 2, 64, 100, 40)).eval()
     with pytest.raises(GptlmError, match="knows ids below 100"):
         run(small, tokenizer, ["the cat sat"])
 
 
-def test_cut_prompts_are_said(model, tokenizer, caplog, monkeypatch):
+def test_truncated_prompts_are_logged(model, tokenizer, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     assert len(run(model, tokenizer, ["the", "the cat sat on the mat"], max_prompt_tokens=2)) == 2
     assert (
@@ -263,13 +263,13 @@ def test_a_stream_never_ends_inside_a_character(weather, tokenizer):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 20, 23])
-def test_a_character_cut_short_is_left_out(weather, tokenizer, count):
+def test_an_incomplete_character_is_dropped(weather, tokenizer, count):
     (whole,) = run(weather, tokenizer, ["写: "], max_new_tokens=count)
     assert whole == TEXT.encode()[:count].decode(errors="ignore")
     assert "".join(stream(weather, tokenizer, max_new_tokens=count)) == whole
 
 
-def test_a_line_break_ends_a_text_however_it_is_written():
+def test_every_token_with_a_line_break_ends_a_text():
     blank_lines = train_tokenizer(["a\n\n\nb\n\n\n" * 50], 300)
     assert "ĊĊ" in blank_lines.get_vocab()
     model = new_model(Shape(1, 8, 1, 8, 300, 8))
@@ -281,7 +281,7 @@ def test_a_stream_stops_at_a_line_break(weather, tokenizer):
     assert run(weather, tokenizer, ["写: "], max_new_tokens=70, stop_at_eol=True) == [TEXT.partition("\n")[0]]
 
 
-def test_a_stream_nobody_reads_on_ends_its_work(weather, tokenizer):
+def test_closing_a_stream_ends_the_generation(weather, tokenizer):
     running = threading.active_count()
     pieces = iter(stream(weather, tokenizer))
     assert next(pieces) == TEXT[0] and threading.active_count() == running + 1

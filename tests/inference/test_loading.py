@@ -78,7 +78,7 @@ def ours(base, folder=None, **more):
     ids=str,
 )
 def test_adapters_of_stock_gpt2_give_peft_s_logits(base, tmp_path, more):
-    """attn.c_proj is square: the wrong way round it would fit, too."""
+    """attn.c_proj is square: transposed it would load without an error."""
     before = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     folder = adapters(base, tmp_path / "a", **more)
     wanted = plain(base, folder)
@@ -100,7 +100,7 @@ def test_new_tokens_come_with_the_adapters(base, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_are_added_before_weights_are_halved(base, tmp_path):
+def test_adapters_are_added_in_float32(base, tmp_path):
     folder = adapters(base, tmp_path / "a")
     model, _ = load_for_inference(str(base), CPU, dtype=torch.bfloat16, lora_path=str(folder))
     whole, _ = load_for_inference(str(base), CPU, lora_path=str(folder))
@@ -110,7 +110,7 @@ def test_adapters_are_added_before_weights_are_halved(base, tmp_path):
 
 
 def settings(**changed):
-    """Spoils the configuration of adapters, not their tensors."""
+    """Damage the configuration of adapters, not their tensors."""
 
     def spoil(folder, tensors):
         path = folder / "adapter_config.json"
@@ -167,7 +167,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, spoil, says):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("named", [None, "", 5])
-def test_adapters_that_name_no_base_say_what_to_give(base, tmp_path, named):
+def test_adapters_without_a_base_name_need_the_flag(base, tmp_path, named):
     folder = adapters(base, tmp_path / "a")
     settings(base_model_name_or_path=named)(folder, {})
     with pytest.raises(GptlmError, match="names no base model .* give --model_name_or_path BASE --lora_path"):
@@ -176,6 +176,6 @@ def test_adapters_that_name_no_base_say_what_to_give(base, tmp_path, named):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_full_names_of_targets_are_understood(base, tmp_path):
+def test_full_names_of_targets_are_accepted(base, tmp_path):
     folder = adapters(base, tmp_path / "a", targets=["transformer.h.1.mlp.c_fc", "attn.c_proj"])
     torch.testing.assert_close(ours(base, folder), plain(base, folder), atol=2e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Windows score every target once; losses are those of stock GPT-2, whatever the batch."""
+"""Windows score every target once; losses equal stock GPT-2's for every batch size."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_rows_of_different_lengths_share_a_batch(tiny_model, tokens):
         assert one.loss == pytest.approx(loss.item(), abs=1e-4)
 
 
-def test_what_is_likeliest_hits(tiny_model, tokens):
+def test_hits_are_the_argmax(tiny_model, tokens):
     stock = GPT2LMHeadModel.from_pretrained(tiny_model).eval()
     with torch.no_grad():
         best = int(stock(torch.tensor([tokens[:10]])).logits[0, -1].argmax())
@@ -99,7 +99,7 @@ def test_what_is_likeliest_hits(tiny_model, tokens):
     assert right.hits == (True,) and wrong.hits == (False,) and right.loss < wrong.loss
 
 
-def test_shares_are_all_rows_once(tiny_model, tokens):
+def test_shares_score_every_row_once(tiny_model, tokens):
     model = load_model(str(tiny_model)).eval()
     windows = Windows(tokens, 16, 8)
     for parts in (1, 2, 3, 20):
@@ -115,7 +115,7 @@ def test_only_scored_positions_get_logits(tiny_model, tokens, monkeypatch):
     assert sum(shape[0] for shape in seen) == 149 and all(len(shape) == 2 for shape in seen)
 
 
-def test_weights_that_are_no_numbers_are_said(tiny_model, tokens):
+def test_nan_weights_are_reported(tiny_model, tokens):
     model = load_model(str(tiny_model)).eval()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(float("nan"))

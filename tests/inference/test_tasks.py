@@ -1,4 +1,4 @@
-"""LAMBADA's two measures, perplexity's arithmetic, detokenizers, and files that are none."""
+"""LAMBADA's two measures, the arithmetic of perplexity, detokenizers, and unusable files."""
 
 import json
 import math
@@ -34,12 +34,12 @@ def test_one_row_serves_both_where_the_tokens_are_the_same(tokenizer):
     assert row.strict and row.last and row.ids == ids(tokenizer, "the cat sat on the mat")
 
 
-def test_the_last_occurrence_of_the_word_is_foretold(tokenizer):
+def test_the_last_occurrence_of_the_word_is_the_target(tokenizer):
     (row,) = Cloze(["the mat and the mat"], tokenizer, 100).rows
     assert row.ids == ids(tokenizer, "the mat and the") + ids(tokenizer, " mat")
 
 
-def test_a_word_counts_when_all_of_its_tokens_do(tokenizer):
+def test_a_word_is_correct_if_all_of_its_tokens_are(tokenizer):
     task = Cloze(["the cat sat on  zebras", "the dog sat on the mat"], tokenizer, 100)
     sums = [0.0] * 4
     for number, row in enumerate(task.rows):
@@ -55,7 +55,7 @@ def test_a_word_counts_when_all_of_its_tokens_do(tokenizer):
 
 
 def test_gpt2_s_vocabulary_cuts_words_as_in_the_recorded_reports(shared):
-    """User report 64: "drapes" is several tokens, all of which the strict measure counts."""
+    """ "drapes" is several tokens; the strict measure needs all of them."""
     folder = shared / "data/gpt2-tokenizer"
     tokenizer = load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
     texts = read_cloze(str(shared / "data/lambada/lambada_test.jsonl"), None, "lambada")
@@ -85,7 +85,7 @@ def test_perplexities_are_megatron_s(shared):
             assert report[ours] == pytest.approx(case[theirs], rel=1e-12), ours
 
 
-def test_exponents_end_at_20_and_words_may_be_missing():
+def test_exponents_are_capped_at_20_and_words_may_be_missing():
     report = Reading(range(11), 8, 4, words=6).report([250.0, 10])
     assert report["loss"] == 25 and report["ppl"] == report["adjusted_ppl"] == math.exp(20)
     assert report["token_ratio"] == 10 / 5
@@ -120,7 +120,7 @@ def test_wikitext_is_undone_as_by_the_evaluation_harness(shared):
     assert detokenize(text, "wikitext") == harness.wikitext_detokenizer({"page": text}) != text
 
 
-def test_ptb_and_the_ones_that_change_nothing():
+def test_ptb_and_the_identity():
     text = "it 's n't worth $ N \n to N"
     assert detokenize("did n't lose $ N in \n he 's # 1 \n", "ptb") == "didn't lose $1 in\nhe's #1\n"
     assert detokenize(text, "lambada") == detokenize(text, "none") == text
@@ -140,13 +140,13 @@ def test_ptb_and_the_ones_that_change_nothing():
         (b'\n{"text": "alone"}', "line 2: LAMBADA needs a text of two words or more, found 'alone'"),
     ],
 )
-def test_files_that_are_no_lambada_are_refused(tmp_path, content, message):
+def test_files_without_lambada_records_are_refused(tmp_path, content, message):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(GptlmError, match=message):
         read_cloze(str(tmp_path / "f"), None, "none")
 
 
-def test_files_are_read_as_they_are(tmp_path):
+def test_files_are_read_unchanged(tmp_path):
     with pytest.raises(GptlmError, match="cannot read --eval_path .*No such file"):
         read_text(str(tmp_path / "f"))
     (tmp_path / "f").write_bytes(b"\xef\xbb\xbfa\r\n b")
@@ -158,7 +158,7 @@ def test_files_are_read_as_they_are(tmp_path):
     ]
 
 
-def test_json_that_is_nested_too_deeply_is_no_text(tmp_path):
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "l.jsonl").write_text("[" * 100_000)
     with pytest.raises(GptlmError, match=r"l.jsonl, line 1: expected an object with a text"):
         read_cloze(str(tmp_path / "l.jsonl"), None, "none")

@@ -55,7 +55,7 @@ def test_tied_and_untied_heads_round_trip(tmp_path, tied):
     assert torch.equal(ours(ids).logits, again(ids).logits)
 
 
-def test_initialisation_is_gpt2_s():
+def test_initialization_is_gpt2_s():
     torch.manual_seed(0)
     model = new_model(Shape(8, 256, 4, 1024, 1000, 64))
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -139,14 +139,14 @@ def test_growing_the_vocabulary_keeps_the_old_rows(tiny_model, ids):
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
 )
-def test_variants_we_do_not_compute_are_refused(tiny_model, tmp_path, change, says):
+def test_unsupported_variants_are_refused(tiny_model, tmp_path, change, says):
     config = {**json.loads((tiny_model / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(GptlmError, match=says):
         load_model(str(tmp_path))
 
 
-def test_missing_cut_and_incomplete_weights_are_refused(tiny_model, tmp_path):
+def test_missing_truncated_and_incomplete_weights_are_refused(tiny_model, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     with pytest.raises(GptlmError, match="cannot load model weights"):
         load_model(str(tmp_path))

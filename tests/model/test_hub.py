@@ -29,7 +29,7 @@ def test_what_is_cached_is_used(cache):
     assert hub_folder("openai-community/gpt2", weights=True) == str(cache)
 
 
-def test_without_network_one_sentence_and_no_waiting(cache, monkeypatch):
+def test_without_network_one_line_within_seconds(cache, monkeypatch):
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     started = time.monotonic()
@@ -40,7 +40,7 @@ def test_without_network_one_sentence_and_no_waiting(cache, monkeypatch):
     assert time.monotonic() - started < 10 and len(str(caught.value).splitlines()) == 1
 
 
-def test_a_local_path_is_no_name_of_the_hub(tmp_path):
+def test_a_local_path_is_not_a_hub_name(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(GptlmError, match=f"tokenizer.json is a file; give the folder that holds it: {tmp_path}"):
         hub_folder(str(tmp_path / "tokenizer.json"), weights=False)

@@ -1,4 +1,4 @@
-"""Adapters: plain PEFT on stock GPT-2 reads what we write and writes what we read; merging changes no output."""
+"""Adapters: folders are exchangeable with plain PEFT on stock GPT-2, and merging does not change the output."""
 
 import peft
 import pytest
@@ -69,7 +69,7 @@ def test_adapters_of_stock_gpt2_are_read_here(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("new_tokens", [(), (498, 499)])
-def test_merged_equals_adapters_and_the_base_stays(tiny_model, tmp_path, new_tokens):
+def test_merged_weights_equal_base_plus_adapters(tiny_model, tmp_path, new_tokens):
     before = load_file(tiny_model / "model.safetensors")
     model = adapted(tiny_model, new_tokens)
     whole = merge_adapters(load_model(str(tiny_model)), save(model, tmp_path / "a"))

@@ -83,7 +83,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         (["tokenizer_config.json"], "holds no tokenizer"),
     ],
 )
-def test_half_a_tokenizer_says_what_is_missing(tmp_path, there, says):
+def test_an_incomplete_tokenizer_names_the_missing_file(tmp_path, there, says):
     for name in there:
         (tmp_path / name).write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

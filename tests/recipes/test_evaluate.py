@@ -1,4 +1,4 @@
-"""Evaluation from files to numbers: equal to brute force with stock code, whatever the batch and the processes."""
+"""Evaluation from files to numbers: equals brute force with stock code for every batch size and number of processes."""
 
 import gzip
 import json
@@ -153,7 +153,7 @@ def test_a_split_of_token_files(work, stock):
         assert [report[key] for key in nothing] == [None] * 4
 
 
-def test_records_are_scored_as_preprocessing_lays_them(work, tmp_path, capsys):
+def test_records_are_scored_as_preprocessed_token_files(work, tmp_path, capsys):
     """.jsonl, .json, .gz and .parquet give the numbers of the token files `preprocess --append_eos` makes of them."""
     texts = [*KNOWN[:5], "a <|endoftext|> b", " "]  # a special token spelled out stays text; blank texts have no tokens
     lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts))
@@ -207,7 +207,7 @@ def test_a_lambada_text_that_is_cut_is_named(work, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("task", ["TEXT", "LAMBADA", "DATA"])
-def test_a_tokenizer_that_yields_nothing_is_refused(work, tmp_path, task):
+def test_an_unusable_tokenizer_is_refused(work, tmp_path, task):
     """An empty vocabulary; ids beyond the model in a vocabulary with gaps."""
     shutil.copytree(work / "model", tmp_path / "m")
     content = json.loads((tmp_path / "m/tokenizer.json").read_text())
@@ -238,8 +238,8 @@ def test_max_examples(work):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("task", "file"), [("LAMBADA", "lambada.jsonl"), ("TEXT", "prose.txt")])
-def test_two_processes_are_one_and_json_stands_alone(work, capsys, task, file):
-    """Batches that do not divide the rows: nothing is doubled (user report 118)."""
+def test_two_processes_equal_one_and_stdout_is_json(work, capsys, task, file):
+    """Batches that do not divide the rows: no row is counted twice."""
     words = ["--task", task, "--eval_path", str(work / file), "--model_name_or_path", str(work / "model")]
     words += ["--device", "cpu", "--json", "--batch_size", "5", "--overlapping_eval", "16"]
     assert main(["evaluate", *words]) == 0
@@ -253,7 +253,7 @@ def test_two_processes_are_one_and_json_stands_alone(work, capsys, task, file):
     assert one.err.count("validation results on") == two.stderr.count("validation results on") > 0
 
 
-def test_the_report_says_what_it_counts(work, capsys):
+def test_the_log_defines_its_measures(work, capsys):
     run(work, "--task", "LAMBADA", "--eval_path", work / "lambada.jsonl", "--strict-lambada")
     out = capsys.readouterr().out
     assert out.count("total examples: 66") == 2 and "every token of the whole last word" in out
@@ -272,8 +272,8 @@ def untrained(work, tmp_path_factory) -> Path:
     return folder
 
 
-def test_an_untrained_model_is_called_one(work, untrained, capsys):
-    """User report 64: it guesses, and its perplexity is about the size of the vocabulary."""
+def test_an_untrained_model_gets_a_warning(work, untrained, capsys):
+    """It guesses, so its perplexity is about the size of the vocabulary."""
     words = ["--model_name_or_path", str(untrained), "--device", "cpu", "--max_seq_length", "24"]
     report = evaluate(*parse_evaluate(["--task", "TEXT", "--eval_path", str(work / "prose.txt"), *words]))
     assert report["ppl"] == pytest.approx(352, rel=0.1)
@@ -330,8 +330,8 @@ def test_a_tokenizer_of_another_size_is_refused_or_named(work, tmp_path, capsys)
         ("--task DATA --input_dir wild", "ids go from 400 to 401, the model's vocabulary has 352 entries"),
     ],
 )
-def test_data_is_judged_before_the_weights_are_loaded(work, tmp_path, monkeypatch, capsys, words, message):
-    """The weights here are no weights: loading them would say so."""
+def test_data_is_checked_before_the_weights_are_loaded(work, tmp_path, monkeypatch, capsys, words, message):
+    """The weight file is not readable: loading it would fail with another message."""
     monkeypatch.chdir(tmp_path)
     for name in ("prose.txt", "c.bin", "c.idx"):
         (tmp_path / name).symlink_to(work / name)

@@ -1,4 +1,4 @@
-"""Merging: what must not become a model."""
+"""Merging: results that are not finite, and folders that are not overwritten."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command with everything around generation: prompts in, rows out, adapters by name, a terminal."""
+"""The command around generation: prompts from flags, files and pipes, results, adapters, a terminal."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def test_a_folder_of_adapters_names_its_model(folder, capsys, tmp_path, monkeypa
     assert twice[0] == 1 and "both adapters" in twice[2]
 
 
-def test_a_prompt_that_is_no_text_is_said(folder, capsys, tmp_path):
+def test_a_prompt_that_is_not_unicode_is_named(folder, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "\\ud800"}\n')
     code, _, err = predict(folder, capsys, "--input_file", tmp_path / "p.jsonl")
     assert code == 1 and "p.jsonl, line 3 is not valid Unicode" in err
@@ -119,7 +119,7 @@ def piped(monkeypatch, tmp_path, content):
         (b'{"prompt": "the cat"}\nthe dog sat', ['{"prompt": "the cat"}', "the dog sat"]),  # text, as one line is
     ],
 )
-def test_what_is_piped_is_continued(folder, capsys, tmp_path, monkeypatch, content, prompts):
+def test_piped_prompts_are_continued(folder, capsys, tmp_path, monkeypatch, content, prompts):
     wanted = predict(folder, capsys, "--tgt_length", 5, "--prompt", *prompts)[1]
     piped(monkeypatch, tmp_path, content)
     for words in ((), ("--input_file", "-")):
@@ -146,8 +146,8 @@ def test_an_array_is_read_by_its_items_and_others_are_refused(folder, capsys, tm
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", "closed"])
-def test_where_nothing_is_piped_the_built_in_questions_are_continued(folder, capsys, tmp_path, monkeypatch, content):
-    """As `python predict_generation.py` alone does in the original; an empty pipe is said."""
+def test_without_piped_prompts_the_built_in_ones_are_continued(folder, capsys, tmp_path, monkeypatch, content):
+    """As `python predict_generation.py` alone does in the original; an empty pipe is logged."""
     if content == "closed":
         monkeypatch.setattr(sys, "stdin", None)
     else:
@@ -158,7 +158,7 @@ def test_where_nothing_is_piped_the_built_in_questions_are_continued(folder, cap
     assert ("standard input is empty" in err) == isinstance(content, bytes)
 
 
-def test_a_flag_wins_over_what_is_piped(folder, capsys, tmp_path, monkeypatch):
+def test_a_flag_overrides_piped_prompts(folder, capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("the cat")
     piped(monkeypatch, tmp_path, b"\xff not even text")
     outs = [
@@ -193,8 +193,8 @@ def test_nan_weights_are_an_error_with_exit_code_1(folder, tmp_path, capsys, wor
     assert "transformer.h.1.mlp.c_fc.weight" in err
 
 
-def test_a_terminal_is_told_the_same_as_a_file(folder, tmp_path):
-    """Through a pseudo terminal: the pieces make up the text, no character comes in halves."""
+def test_a_terminal_shows_the_same_as_a_file(folder, tmp_path):
+    """Through a pseudo terminal: the pieces are the whole text, no character is split."""
     command = [sys.executable, str(ROOT / "scripts/predict_generation.py"), "--model_name_or_path", str(folder)]
     words = ["--device", "cpu", "--tgt_length", "40", "--do_sample", "--output_file", str(tmp_path / "o")]
     words += ["--prompt", "今天😀", "the"]

@@ -1,4 +1,4 @@
-"""What every command saves beside the weights: a tokenizer and generation settings that stock transformers takes."""
+"""What every command saves beside the weights: a tokenizer and generation settings that stock transformers accepts."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def save(work, how):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["pretrain", "sft", "merge", "convert"])
-def test_stock_transformers_takes_the_folder_without_a_word(work, how, caplog):
+def test_stock_transformers_loads_the_folder_without_a_warning(work, how, caplog):
     """Batches of unlike length: without a padding token the pipeline refuses them, and `generate` warns."""
     folder = save(work, how)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The page, as a person uses it: in headless Chromium. `pip install playwright` and a chromium are needed."""
+"""The page in headless Chromium; needs `pip install playwright` and a Chromium."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def browser():
 
 
 def shown(tab, wanted, seconds=30):
-    """Every text that is seen until `wanted` stands there."""
+    """Every text that the page shows until it is `wanted`."""
     seen = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -94,7 +94,7 @@ def stock_text(folder, **options):
 
 @pytest.mark.slow
 def test_a_person_types_a_prompt(page, browser, folder):
-    """Text comes piece by piece, is the model's own, follows the controls; nothing leaves this machine."""
+    """Text is streamed, equals stock code's and follows the controls; no request leaves this machine."""
     address, process = page
     tab, requests, problems = browser.new_page(), [], []
     tab.on("request", lambda request: requests.append(request.url))
@@ -118,7 +118,7 @@ def test_a_person_types_a_prompt(page, browser, folder):
     assert process.wait(20) == 0
 
 
-def test_a_taken_port_is_said_before_anything_is_loaded():
+def test_a_taken_port_is_reported_before_loading():
     pytest.importorskip("gradio")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

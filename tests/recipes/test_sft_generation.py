@@ -1,4 +1,4 @@
-"""Texts that evaluations of fine-tuning generate: the settings of `gptlm predict`, compared with their like."""
+"""Generation in evaluations of fine-tuning: settings of `gptlm predict`, and texts that are compared alike."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def predicted(model, folder, prompts, *words):
     return [json.loads(line)["continuation"] for line in (folder / "o.jsonl").read_text().splitlines()]
 
 
-def test_the_base_model_s_generation_settings_steer_neither(model, tmp_path):
+def test_the_base_model_s_generation_settings_are_ignored(model, tmp_path):
     """Greedy text of random weights repeats itself, which both settings would end."""
     prompts = ["the cat", "the dog sat on"]
     rows = [{"src": prompt, "tgt": "the mat"} for prompt in prompts]

@@ -28,50 +28,50 @@ def read_prompts(arguments: PredictArguments) -> list[Prompt]:
     """All prompts in order.
 
     Raises:
-        GptlmError: if the file cannot be read, holds none, or one is no valid Unicode.
+        GptlmError: if the file cannot be read or has no prompts, or a prompt is not valid Unicode.
     """
-    found = _from_stdin() if arguments.input_file == STDIN else None
-    if found is None and arguments.input_file not in (None, STDIN):
-        found = _from_file(Path(arguments.input_file or ""))
+    found = None
+    if arguments.input_file == STDIN:
+        found = _from_stdin()
+    elif arguments.input_file is not None:
+        found = _from_file(Path(arguments.input_file))
     if found is None:
-        given = arguments.prompt or DEFAULT_PROMPTS
-        found = [Prompt(f"--prompt, text {number}", text) for number, text in enumerate(given, start=1)]
+        texts = arguments.prompt or DEFAULT_PROMPTS
+        found = [Prompt(f"--prompt, text {number}", text) for number, text in enumerate(texts, start=1)]
     for prompt in found:
         check_text(prompt.text, prompt.place)
     return found
 
 
 def _from_stdin() -> list[Prompt] | None:
-    """One prompt per line, or JSON lines as in a .jsonl if every line is such a record; None if there is nothing."""
+    """One prompt per line, or JSON lines if every line is a record as in a .jsonl; None if there is no input."""
     logger.info("reading prompts from standard input (--prompt and --input_file give others)")
-    content = sys.stdin.buffer.read() if sys.stdin else b""  # None: it is closed
+    content = sys.stdin.buffer.read() if sys.stdin else b""  # None: standard input is closed
     lines = _lines(decode(content, "standard input"), "standard input")
     if not lines:
         logger.warning("standard input is empty: the built-in prompts are continued")
         return None
-    records = [_record(line.text) for line in lines]
-    if all(_text_of(record) is not None for record in records):
-        logger.info("standard input is read as JSON lines, a text under %s each", " or ".join(PROMPT_KEYS))
-        return [_prompt_of(line) for line in lines]
-    return lines
+    records = [(line.place, _parsed(line.text)) for line in lines]
+    if any(_text_of(record) is None for _, record in records):
+        return lines
+    logger.info("standard input is read as JSON lines, a text under %s each", " or ".join(PROMPT_KEYS))
+    return _prompts_of(records)
 
 
 def _from_file(path: Path) -> list[Prompt]:
-    """One prompt per line of text, or of JSON in a .jsonl; or per item of the array in a .json."""
+    """One prompt per line of text, per JSON line of a .jsonl, or per item of the array in a .json."""
     text = read_text(path, f"the prompts in {path}")
     lines = _lines(text, str(path))
     if not lines:
         raise GptlmError(f"{path} holds no prompts; expected one per line")
-    if path.suffix == ".json" and lines[0].text.lstrip().startswith("["):
-        return _from_array(text, str(path))
-    return [_prompt_of(line) for line in lines] if path.suffix in (".json", ".jsonl") else lines
-
-
-def _from_array(text: str, place: str) -> list[Prompt]:
-    items = parse_array(text, place)
+    if path.suffix not in (".json", ".jsonl"):
+        return lines
+    if path.suffix == ".jsonl" or not text.lstrip().startswith("["):
+        return _prompts_of([(line.place, _parsed(line.text)) for line in lines])
+    items = parse_array(text, str(path))
     if not items:
-        raise GptlmError(f"{place} holds no prompts; expected texts, or records with one")
-    return [_prompt(item, f"{place}, item {number}") for number, item in enumerate(items, start=1)]
+        raise GptlmError(f"{path} holds no prompts; expected texts, or records with one")
+    return _prompts_of([(f"{path}, item {number}", item) for number, item in enumerate(items, start=1)])
 
 
 def _lines(text: str, place: str) -> list[Prompt]:
@@ -80,18 +80,8 @@ def _lines(text: str, place: str) -> list[Prompt]:
     return [Prompt(f"{place}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _prompt_of(line: Prompt) -> Prompt:
-    return _prompt(_record(line.text), line.place)
-
-
-def _prompt(record: Any, place: str) -> Prompt:
-    text = _text_of(record)
-    if text is None:
-        raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}")
-    return Prompt(place, text)
-
-
-def _record(line: str) -> Any:
+def _parsed(line: str) -> Any:
+    """The JSON value in `line`; None if it is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -102,3 +92,14 @@ def _text_of(record: Any) -> str | None:
     if not isinstance(record, dict):
         return None
     return next((record[key] for key in PROMPT_KEYS if isinstance(record.get(key), str)), None)
+
+
+def _prompts_of(records: list[tuple[str, Any]]) -> list[Prompt]:
+    """The prompts in pairs of (place, record)."""
+    prompts = []
+    for place, record in records:
+        text = _text_of(record)
+        if text is None:
+            raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}")
+        prompts.append(Prompt(place, text))
+    return prompts
