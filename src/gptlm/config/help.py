@@ -53,6 +53,7 @@ def _help_of(flag: tuple[Field, Any], aliases: list[str], default: str | None) -
     choices = f" {{{','.join(f.metadata['choices'])}}}" if f.metadata["choices"] else ""
     limits = range_of(f) or f.metadata["unit"]
     yield f"  --{f.name} <{type_name(kind)}>{choices}{f' [{limits}]' if limits else ''}"
-    yield f"      {f.metadata['help']}{f' (default: {default})' if default is not None else ''}"
+    meaning = f.metadata["help"] + (f" (default: {default})" if default is not None else "")
+    yield from textwrap.wrap(meaning, 118, initial_indent="      ", subsequent_indent="      ")
     if aliases:
         yield f"      also --{', --'.join(aliases)}"
