@@ -112,7 +112,7 @@ def test_check_and_stats(tmp_path, capsys):
 
 def test_a_note_beside_the_data_that_does_not_fit_is_named(tmp_path, capsys):
     write_tokens(tmp_path / "a", documents=10)
-    for noted, says in (('{"tokens": 1234}', "notes 1,234 tokens"), ('{"a": 1}', "does not note how many tokens")):
+    for noted, says in (('{"tokens": 1234}', "has 1,234 tokens"), ('{"a": 1}', "has no number of tokens")):
         (tmp_path / "a.meta.json").write_text(noted)
         code, _, err = run(capsys, "check", tmp_path / "a")
         assert code == 1 and says in err and "None" not in err, err

@@ -835,7 +835,7 @@ def test_a_whole_model_with_added_tokens_resumes(tune, tmp_path):
     _, whole = tune(*words)
     _, resumed = tune(*words, "--resume_from_checkpoint", tmp_path / "out/checkpoint-3", output="again")
     assert losses(resumed) == losses(whole)
-    with pytest.raises(GptlmError, match=r"another tokenizer \(there alone: <x>\)"):
+    with pytest.raises(GptlmError, match=r"another tokenizer \(only there: <x>\)"):
         tune(*NO_DROPOUT)
 
 

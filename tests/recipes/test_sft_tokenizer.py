@@ -27,9 +27,9 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(model, tmp_path):
     """As many entries as before, so that every size fits: only the meaning of the last row differs."""
     find(model, "--additional_special_tokens", "<x>").save_pretrained(tmp_path / "checkpoint-2")
     check_tokenizer(tmp_path / "checkpoint-2", find(model, "--additional_special_tokens", "<x>"))
-    with pytest.raises(GptlmError, match=r"another tokenizer \(there alone: <x>; here alone: <y>\); give the same"):
+    with pytest.raises(GptlmError, match=r"another tokenizer \(only there: <x>; only here: <y>\); give the same"):
         check_tokenizer(tmp_path / "checkpoint-2", find(model, "--additional_special_tokens", "<y>"))
-    with pytest.raises(GptlmError, match=r"another tokenizer \(there alone: <x>\)"):
+    with pytest.raises(GptlmError, match=r"another tokenizer \(only there: <x>\)"):
         check_tokenizer(tmp_path / "checkpoint-2", find(model))
     check_tokenizer(tmp_path, find(model))  # no tokenizer there
 

@@ -86,8 +86,8 @@ class TextEncoder:
         pieces: list[str] = []
         size = 0
         for number, text in enumerate(texts):
-            # results of `tokenizers` take 140 bytes per character
-            for piece in self.cutter.pieces(text):
+            # long texts in pieces, because results of `tokenizers` take 140 bytes per character
+            for piece in self.cutter.pieces(text) if len(text) > 2 * PIECE else (text,):
                 owners.append(number)
                 pieces.append(piece)
                 size += len(piece)

@@ -117,9 +117,9 @@ def _parse(record: dict[str, Any], place: str, render: Renderer, questions: bool
     if "instruction" in keys and "output" in keys:
         used = ("instruction", "input", "output", "system", "history")
         return _Parsed("instruction/input/output", used, [_alpaca(record, place)])
-    for given, wanted in PAIRS:
-        if given in keys and wanted in keys:
-            return _pairs(record, given, wanted, place, render)
+    for prompt, response in PAIRS:
+        if prompt in keys and response in keys:
+            return _pairs(record, prompt, response, place, render)
     raise GptlmError(f"{place}: the keys {', '.join(map(str, record))} are not a known form; expected {KNOWN}")
 
 
@@ -159,23 +159,23 @@ def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
     return found
 
 
-def _pairs(record: dict[str, Any], given: str, wanted: str, place: str, render: Renderer) -> _Parsed:
+def _pairs(record: dict[str, Any], prompt_key: str, response_key: str, place: str, render: Renderer) -> _Parsed:
     """A prompt and a response; lists of them are the turns of one conversation (PaddleNLP), or messages (TRL)."""
-    prompts, answers, name = record[given], record[wanted], f"{given}/{wanted}"
-    if is_messages(prompts) and is_messages(answers):
+    prompts, responses, name = record[prompt_key], record[response_key], f"{prompt_key}/{response_key}"
+    if is_messages(prompts) and is_messages(responses):
         context = [message | {"weight": 0} if _is_from_assistant(message) else message for message in prompts]
-        conversation = parse_conversation(context + answers, place, tools=record.get("tools"))
-        used = (given, wanted, *(("tools",) if render.uses_tools else ()))
+        conversation = parse_conversation(context + responses, place, tools=record.get("tools"))
+        used = (prompt_key, response_key, *(("tools",) if render.uses_tools else ()))
         return _Parsed(f"{name} of messages", used, [render(conversation)])
-    if isinstance(prompts, str) or isinstance(answers, str):
-        prompts, answers = [prompts], [answers]
+    if isinstance(prompts, str) or isinstance(responses, str):
+        prompts, responses = [prompts], [responses]
     elif isinstance(prompts, list):
         name += " of several turns"
-    if not isinstance(prompts, list) or not isinstance(answers, list) or len(prompts) != len(answers):
-        raise GptlmError(f"{place}: {given} and {wanted} are lists of different lengths, or not texts")
-    pairs = [(_text(prompt, place), _text(answer, place)) for prompt, answer in zip(prompts, answers, strict=True)]
-    turns = [Turn(prompt, answer, in_loss=bool(answer.strip())) for prompt, answer in pairs]
-    return _Parsed(name, (given, wanted), [turns])
+    if not isinstance(prompts, list) or not isinstance(responses, list) or len(prompts) != len(responses):
+        raise GptlmError(f"{place}: {prompt_key} and {response_key} are lists of different lengths, or not texts")
+    pairs = [(_text(prompt, place), _text(text, place)) for prompt, text in zip(prompts, responses, strict=True)]
+    turns = [Turn(prompt, response, in_loss=bool(response.strip())) for prompt, response in pairs]
+    return _Parsed(name, (prompt_key, response_key), [turns])
 
 
 def _is_from_assistant(message: dict[str, Any]) -> bool:
@@ -207,10 +207,10 @@ def _question(question: Any, context: Any, answers: Any, place: str) -> Example:
         raise GptlmError(f"{place}: answers have no text; expected {{'text': [...]}}") from error
     if not len(texts):
         return []
-    before = f"answer: {_text(texts[0], place)} context: "
-    prompt = before + _text(context, place)
-    wanted = f"question: {_text(question, place)}"
-    return [Turn(prompt, wanted, "\n", (Content(len(before), len(prompt)),))]
+    answer = f"answer: {_text(texts[0], place)} context: "
+    prompt = answer + _text(context, place)
+    response = f"question: {_text(question, place)}"
+    return [Turn(prompt, response, "\n", (Content(len(answer), len(prompt)),))]
 
 
 # Files ------------------------------------------------------------------------------------------------------------

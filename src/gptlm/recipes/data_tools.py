@@ -1,4 +1,4 @@
-"""Looking at token files: are they whole, what is in them, which samples will be read and in which order."""
+"""Tools for token files: check them, count them, copy or merge them, and show samples and their order."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ FIRST_SAMPLES = 8
 
 
 def order(question: OrderQuestion) -> dict[str, dict | None]:
-    """Print, and return, what each split serves: its length, epochs, a hash of all samples, and the first ones."""
+    """Print, and return, the order of each split: its length, epochs, a hash of all samples, and the first ones."""
     datasets = _datasets(question)
     facts = {split: _facts(dataset) for split, dataset in datasets.items()}
     if question.arguments.json:
@@ -36,7 +36,7 @@ def order(question: OrderQuestion) -> dict[str, dict | None]:
 
 
 def show(question: OrderQuestion) -> None:
-    """Print one training sample: its ids and its text, with a line where one document ends and the next begins."""
+    """Print one training sample: its ids and its text, with a line before each sequence."""
     dataset = _datasets(question)["train"]
     number = question.arguments.sample
     if dataset is None or number >= len(dataset):
@@ -54,10 +54,10 @@ def show(question: OrderQuestion) -> None:
 
 
 def check(arguments: PrefixArguments) -> None:
-    """Check every invariant of one corpus and say that it is whole.
+    """Check every invariant of one corpus.
 
     Raises:
-        GptlmError: naming the first thing that is wrong.
+        GptlmError: for the first that is violated.
     """
     tokens, facts = _open(arguments)
     vocab_size = arguments.vocab_size or facts.get("vocab_size")
@@ -65,13 +65,13 @@ def check(arguments: PrefixArguments) -> None:
     bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
     if bad is not None:
         sequence, offset, token = bad
-        reason = f"not below {vocab_size}" if token >= 0 else "and ids begin with 0"
+        reason = f"not below {vocab_size}" if token >= 0 else "and ids start at 0"
         raise GptlmError(f"{tokens.prefix}: sequence {sequence}, token {offset} is id {token}, {reason}")
     if facts and facts.get("tokens") != len(tokens.tokens):
-        noted = f"notes {facts['tokens']:,} tokens" if "tokens" in facts else "does not note how many tokens there are"
+        noted = f"has {facts['tokens']:,} tokens" if "tokens" in facts else "has no number of tokens"
         raise GptlmError(
-            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it is of other data; remove it "
-            "or preprocess again"
+            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it describes other data; remove it or "
+            "preprocess again"
         )
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
@@ -105,7 +105,7 @@ def stats(arguments: PrefixArguments) -> None:
 
 
 def copy(arguments: CopyArguments) -> None:
-    """Join corpora into one, in any of the formats.
+    """Copy one corpus or merge several into one, in any of the formats.
 
     Raises:
         GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
@@ -147,15 +147,14 @@ def copy(arguments: CopyArguments) -> None:
 
 
 def _shards_in_order(prefixes: list[str]) -> list[str]:
-    """Shards are joined in their own order and all of them or none; other corpora as they were named."""
+    """Shards are merged in their own order, all of them or none; other corpora in the order of the command."""
     facts = {prefix: read_metadata(prefix) for prefix in prefixes}
     shards = {prefix: _shard_of(prefix, fact) for prefix, fact in facts.items()}
     if len(prefixes) == 1 or not any(shards.values()):
         return prefixes
     ordered = sorted(prefixes, key=lambda prefix: shards[prefix])
     parts = max(shard[1] for shard in shards.values() if shard)
-    wanted = [(part, parts) for part in range(1, parts + 1)]
-    if [shards[prefix] for prefix in ordered] != wanted:
+    if [shards[prefix] for prefix in ordered] != [(part, parts) for part in range(1, parts + 1)]:
         found = ", ".join(f"{shard[0]}/{shard[1]}" if shard else "a whole corpus" for shard in shards.values())
         raise GptlmError(f"shards are merged when all {parts} are there, each once; found {found}")
     if len({facts[prefix].get("shard_of") for prefix in prefixes}) > 1:
@@ -223,11 +222,11 @@ def _open(arguments: PrefixArguments) -> tuple[IndexedTokens, dict]:
     return open_tokens(prefix), read_metadata(prefix)
 
 
-def _tokenizer(named: str | None, prefix: str):
-    """The tokenizer named, or the one noted beside the data if it is still there; else None."""
+def _tokenizer(name: str | None, prefix: str):
+    """The tokenizer `name`, or the one in the metadata of `prefix` if it still exists; else None."""
     from gptlm.model.tokenizer import load_tokenizer
 
     recorded = read_metadata(prefix).get("tokenizer")
-    if named:
-        return load_tokenizer(named)
+    if name:
+        return load_tokenizer(name)
     return load_tokenizer(recorded) if recorded and Path(recorded).is_dir() else None

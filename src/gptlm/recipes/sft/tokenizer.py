@@ -1,4 +1,4 @@
-"""The tokenizer of a fine-tuning run, and whether it is the one that the model and the checkpoint were trained with."""
+"""The tokenizer of a fine-tuning run, and checks that model, checkpoint and adapters were trained with it."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ SHOWN = 5  # tokens in a message
 
 
 def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer, and the ids that are new to the model: of tokens added here, and of rows that its embedding lacks.
+    """The tokenizer, and the ids that are new to the model: of tokens added here, and of rows missing in its embedding.
 
     Raises:
         GptlmError: if there is none, or it has no end-of-text token.
@@ -27,7 +27,7 @@ def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]
     name = run.model.tokenizer_name_or_path or adapters or run.model.model_name_or_path or ""
     tokenizer = load_tokenizer(tokenizer_folder(name))
     if tokenizer.eos_token_id is None:
-        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which an answer ends; add one to it")
+        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which a response ends; add one to it")
     _warn_of_other_ids(run, name, tokenizer)
     before, rows = len(tokenizer), run.shape.vocab_size
     if before > rows and name != adapters:
@@ -41,7 +41,7 @@ def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]
 
 
 def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises GptlmError if `checkpoint` was trained with another tokenizer: its rows mean other tokens."""
+    """Raises GptlmError if `checkpoint` was trained with another tokenizer, so that its ids mean other tokens."""
     if not has_tokenizer(checkpoint):
         return
     saved = load_tokenizer(str(checkpoint))
@@ -50,7 +50,7 @@ def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> Non
     there, here = saved.get_vocab(), tokenizer.get_vocab()
     differences = [
         f"{where}: {' '.join(tokens[:SHOWN])}{' ...' if len(tokens) > SHOWN else ''}"
-        for where, tokens in (("there alone", sorted(there.keys() - here)), ("here alone", sorted(here.keys() - there)))
+        for where, tokens in (("only there", sorted(there.keys() - here)), ("only here", sorted(here.keys() - there)))
         if tokens
     ]
     raise GptlmError(
@@ -79,7 +79,7 @@ def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
 
 
 def _warn_of_other_ids(run: SftRun, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Say that the tokenizer `name` gives the texts other ids than the model's own."""
+    """Warn if the tokenizer `name` gives other ids than the model's own."""
     model = run.model.model_name_or_path or ""
     if name == model or not has_tokenizer(Path(model)):
         return
@@ -87,6 +87,6 @@ def _warn_of_other_ids(run: SftRun, name: str, tokenizer: PreTrainedTokenizerBas
     moved = sum(ids.get(token) != number for token, number in own.items())
     if moved:
         logger.warning(
-            "%d of the %d entries of the model's own tokenizer (%s) have no or another id in that of %s: the model "
-            "knows the ids of its own", moved, len(own), model, name,
+            "%d of the %d entries of the model's own tokenizer (%s) have no or another id in that of %s: the model was "
+            "trained with the ids of its own", moved, len(own), model, name,
         )  # fmt: skip
