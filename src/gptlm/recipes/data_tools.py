@@ -70,8 +70,8 @@ def check(arguments: PrefixArguments) -> None:
     if facts and facts.get("tokens") != len(tokens.tokens):
         noted = f"has {facts['tokens']:,} tokens" if "tokens" in facts else "has no number of tokens"
         raise GptlmError(
-            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it describes other data; remove it or "
-            "preprocess again"
+            f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it describes other data; "
+            "remove it or preprocess again"
         )
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
