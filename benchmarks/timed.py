@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from gptlm.cli import main
 from gptlm.ranks import is_main_process
-from gptlm.training.trainer import PretrainTrainer
+from gptlm.training.trainer import GPTTrainer
 
 
 class Timer(TrainerCallback):
@@ -58,7 +58,7 @@ class Profile(TrainerCallback):
 
 if __name__ == "__main__":
     timer = Timer()
-    init = PretrainTrainer.__init__
+    init = GPTTrainer.__init__
 
     def with_timer(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -66,5 +66,5 @@ if __name__ == "__main__":
         if "GPTLM_PROFILE" in os.environ:
             self.add_callback(Profile(os.environ["GPTLM_PROFILE"]))
 
-    PretrainTrainer.__init__ = with_timer  # type: ignore[method-assign]
+    GPTTrainer.__init__ = with_timer  # type: ignore[method-assign]
     sys.exit(main(["pretrain", *sys.argv[1:]]))

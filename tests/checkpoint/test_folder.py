@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is passed over by name."""
+"""A checkpoint is complete, or it is skipped with a message that names it."""
 
 import json
 
@@ -19,14 +19,14 @@ def write(folder, step, **facts):
 def test_commit_and_read(tmp_path):
     path = write(tmp_path, 10, consumed_samples=80)
     assert path == tmp_path / "checkpoint-10" and [p.name for p in tmp_path.iterdir()] == ["checkpoint-10"]
-    assert checkpoint.read(path).facts == {"global_step": 10, "consumed_samples": 80}
+    assert checkpoint.read(path).manifest == {"global_step": 10, "consumed_samples": 80}
 
 
 def test_the_newest_is_the_highest_step_not_the_last_name(tmp_path):
     for step in (9, 100, 20):
         write(tmp_path, step)
-    found, passed_over = checkpoint.newest(tmp_path)
-    assert found.path.name == "checkpoint-100" and passed_over == []
+    found, skipped = checkpoint.newest(tmp_path)
+    assert found.path.name == "checkpoint-100" and skipped == []
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_the_newest_is_the_highest_step_not_the_last_name(tmp_path):
         (lambda p: [f.unlink() for f in p.rglob("*") if f.is_file()], "no manifest.json"),
     ],
 )
-def test_a_damaged_newest_one_is_named_and_passed_over(tmp_path, damage, says):
+def test_a_damaged_newest_one_is_named_and_skipped(tmp_path, damage, says):
     write(tmp_path, 10)
     damage(write(tmp_path, 20))
-    found, passed_over = checkpoint.newest(tmp_path)
+    found, skipped = checkpoint.newest(tmp_path)
     assert found.path.name == "checkpoint-10"
-    assert len(passed_over) == 1 and "checkpoint-20" in passed_over[0] and says in passed_over[0]
+    assert len(skipped) == 1 and "checkpoint-20" in skipped[0] and says in skipped[0]
     with pytest.raises(GptlmError, match=says):
         checkpoint.read(tmp_path / "checkpoint-20")
 
@@ -67,7 +67,7 @@ def test_a_missing_one(tmp_path):
 
 def test_writing_the_same_step_again_replaces_it(tmp_path):
     write(tmp_path, 10, try_=1)
-    assert checkpoint.read(write(tmp_path, 10, try_=2)).facts["try_"] == 2
+    assert checkpoint.read(write(tmp_path, 10, try_=2)).manifest["try_"] == 2
     assert json.loads((tmp_path / "checkpoint-10" / "manifest.json").read_text())["files"]["model.safetensors"] == 100
 
 

@@ -8,7 +8,7 @@ from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.sft import parse_sft
 from gptlm.errors import UsageError
 from gptlm.recipes.common.deepspeed import check_file, deepspeed_config
-from gptlm.recipes.common.device import Machine
+from gptlm.recipes.common.device import Device
 from tests.config.test_problem import save_model
 
 SIZES = "--num_hidden_layers 2 --hidden_size 32 --num_attention_heads 2 --input_dir d --output_dir o --max_steps 5"
@@ -37,10 +37,10 @@ def test_the_file_s_numbers_hold(run, tmp_path):
     assert (training.bf16, training.fp16_opt_level, training.loss_scale_window) == (True, "O2", 100)
     assert found.sources["max_grad_norm"].text == f"{tmp_path / 'ds.json'}: gradient_clipping"
     check_file(found)
-    ready = deepspeed_config(found, Machine("cuda", "bf16", "O2"))
+    ready = deepspeed_config(found, Device("cuda", "bf16", "O2"))
     assert ready["bf16"]["enabled"] and ready["gradient_clipping"] == 0.5
     assert (ready["train_micro_batch_size_per_gpu"], ready["gradient_accumulation_steps"]) == (4, 2)
-    on_a_cpu = deepspeed_config(found, Machine("cpu", "fp32", "O2"))  # where half precision is not used
+    on_a_cpu = deepspeed_config(found, Device("cpu", "fp32", "O2"))  # where half precision is not used
     assert not on_a_cpu["bf16"]["enabled"]
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed is left with, where gradients are exchanged in one go."""
+"""What DeepSpeed is left with, where gradients are reduced once after backward."""
 
 import os
 import subprocess
@@ -57,7 +57,9 @@ for _ in range(2):
         sum((weight * value).sum() for weight in weights).backward()
     assert all(weight.grad is None for weight in weights)
     print("sum", set(once.gradient(weights[0]).flatten().tolist()))
-    once.step()
+    once.reduce()
+    engine.step()
+    once.clear()
 moved = [(was - now)[:4] for was, now in zip(before, engine.optimizer.single_partition_of_fp32_groups)]
 print("moved", {round(value, 6) for part in moved for value in part.tolist()})
 torch.distributed.destroy_process_group()

@@ -26,7 +26,7 @@ from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.common import training
-from gptlm.recipes.common.device import Machine
+from gptlm.recipes.common.device import Device
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft
 
@@ -34,22 +34,22 @@ from gptlm.recipes.sft.run import sft
 @contextmanager
 def float16_on_the_cpu(words):
     """Inside, with --fp16; the list it gives gets the loss scale of the run."""
-    accelerator, choose, make = get_accelerator(), training.choose_machine, training._loss_scale
+    accelerator, choose, make = get_accelerator(), training.choose_device, training.make_loss_scale
     made = []
 
     def kept(*arguments):
         made.append(make(*arguments))
         return made[-1]
 
-    training._loss_scale = kept
+    training.make_loss_scale = kept
     if "--fp16" in words:
         accelerator.is_fp16_supported = lambda: True
         accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
-        training.choose_machine = lambda device, *, level, **_: Machine("cpu", "fp16", level)
+        training.choose_device = lambda device, *, level, **_: Device("cpu", "fp16", level)
     try:
         yield made
     finally:
-        training.choose_machine, training._loss_scale = choose, make
+        training.choose_device, training.make_loss_scale = choose, make
 
 
 def kib_of_tokens(folder):

@@ -1,5 +1,6 @@
-"""When gradients are exchanged in one go, and what is put together where."""
+"""When gradients are reduced once after backward (flat_grad_sync), and how they are flattened."""
 
+import logging
 import os
 import shlex
 import subprocess
@@ -11,29 +12,29 @@ import torch
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import UsageError
 from gptlm.parallel.flat_grad_sync import flatten_gradients
-from gptlm.recipes.common.acceleration import AT_ONCE, exchanged_at_once
+from gptlm.recipes.common.acceleration import FLAT_LIMIT, check_flat_grad_sync, choose_flat_grad_sync
 from gptlm.recipes.common.deepspeed import deepspeed_config
-from gptlm.recipes.common.device import Machine
+from gptlm.recipes.common.device import Device
 from tests.conftest import ROOT
 
 BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
-HALF = Machine("cpu", "bf16", "O2")
+HALF = Device("cpu", "bf16", "O2")
 
 
-def decided(flags="", world=2, here="2", machine=HALF, parameters=1000, word="LOCAL_WORLD_SIZE", **more):
+def decided(flags="", world=2, here="2", device=HALF, parameters=1000, word="LOCAL_WORLD_SIZE", **more):
     run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             patch.delenv(name, raising=False)
         if here:
             patch.setenv(word, here)
-        return exchanged_at_once(run, machine, parameters, **more)
+        return choose_flat_grad_sync(run, device, parameters, **more)
 
 
-def test_half_precision_gradients_of_one_machine_are_exchanged_at_once():
+def test_flat_for_half_precision_on_one_machine():
     assert decided() and decided("--sharding stage1") and decided("--sharding stage2")
     assert decided(word="LOCAL_SIZE")  # DeepSpeed's launcher
-    assert decided(parameters=AT_ONCE + 1) and decided("--amp_master_grad")
+    assert decided(parameters=FLAT_LIMIT + 1) and decided("--amp_master_grad")
 
 
 @pytest.mark.distributed
@@ -53,17 +54,17 @@ def test_stages_of_different_size_decide_alike(tmp_path):
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-def test_so_are_those_of_layouts():
-    """Without replicas nothing is exchanged, so wherever the processes are and however large the model is."""
+def test_flat_where_processes_share_a_replica():
+    """Without replicas nothing is reduced, so on any number of machines and for any size."""
     for flags in ("--tensor_parallel_degree 2", "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2"):
-        assert decided(flags, parameters=AT_ONCE + 1, here="1")
+        assert decided(flags, parameters=FLAT_LIMIT + 1, here="1")
         assert decided(flags, world=4, here="4") and decided(f"{flags} --sharding stage1", world=4, here="4")
 
 
-def test_so_are_those_a_pipeline_adds_up_in_float32():
-    """DeepSpeed has no way for them."""
+def test_flat_where_a_pipeline_accumulates_in_float32():
+    """DeepSpeed cannot do that."""
     flags = "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2 --amp_master_grad"
-    assert decided(flags, here="1") and decided(flags, world=4, here="2", parameters=AT_ONCE + 1)
+    assert decided(flags, here="1") and decided(flags, world=4, here="2", parameters=FLAT_LIMIT + 1)
     run = parse_pretrain(shlex.split(f"{BASE}{flags} --sharding stage1 offload"), {"WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="with a pipeline, --amp_master_grad goes without offload"):
         deepspeed_config(run, HALF)
@@ -73,28 +74,49 @@ def test_so_are_those_a_pipeline_adds_up_in_float32():
     "case",
     [
         {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "2"},
-        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "4", "parameters": AT_ONCE + 1},
-        {"flags": "--tensor_parallel_degree 2", "machine": Machine("cpu", "bf16", "O1")},
+        {"flags": "--tensor_parallel_degree 2", "world": 4, "here": "4", "parameters": FLAT_LIMIT + 1},
+        {"flags": "--tensor_parallel_degree 2", "device": Device("cpu", "bf16", "O1")},
         {"flags": "--tensor_parallel_degree 2 --amp_master_grad"},
         {"flags": "--tensor_parallel_degree 2 --sharding stage3", "world": 4, "here": "4"},
         {"world": 1, "here": "1"},
         {"here": "1"},  # on two machines
         {"here": ""},
-        {"machine": Machine("cpu", "bf16", "O1")},
-        {"machine": Machine("cpu", "fp32")},
+        {"device": Device("cpu", "bf16", "O1")},
+        {"device": Device("cpu", "fp32")},
         {"groups": True},
         {"flags": "--sharding stage3"},
         {"flags": "--sharding stage2 offload"},
         {"flags": "--sharding stage1 --amp_master_grad"},
-        {"flags": "--sharding stage2", "parameters": AT_ONCE + 1},
+        {"flags": "--sharding stage2", "parameters": FLAT_LIMIT + 1},
         {"flags": "--deepspeed ds_configs/zero2.json"},
     ],
 )
-def test_others_are_not(case):
+def test_not_flat_otherwise(case):
     assert not decided(**case)
 
 
-def test_gradients_are_brought_to_their_places_and_taken():
+def test_the_flag_decides_where_both_ways_are_right(caplog):
+    assert not decided("--flat_grad_sync 0") and not decided("--sharding stage1 --flat_grad_sync 0")
+    assert not decided("--tensor_parallel_degree 2 --flat_grad_sync 0")
+    assert decided("--flat_grad_sync 1", here="1")  # on two machines
+    assert decided("--sharding stage2 --flat_grad_sync 1", parameters=FLAT_LIMIT + 1)
+    caplog.set_level("WARNING", "gptlm")
+    logging.getLogger("gptlm").propagate = True
+    assert not decided("--flat_grad_sync 1", device=Device("cpu", "fp32"))
+    assert "--flat_grad_sync has no effect: it needs half-precision weights" in caplog.text
+    assert not decided("--flat_grad_sync 1 --sharding stage3")
+    assert "--flat_grad_sync has no effect: --sharding stage3 reduces gradients in its own way" in caplog.text
+
+
+def test_the_flag_is_refused_where_there_is_no_other_way():
+    flags = "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2 --flat_grad_sync 0"
+    run = parse_pretrain(shlex.split(f"{BASE}{flags} --amp_master_grad"), {"WORLD_SIZE": "2"})
+    with pytest.raises(UsageError, match="--flat_grad_sync 0: a pipeline with --amp_master_grad needs flat gradient"):
+        check_flat_grad_sync(run, HALF)
+    check_flat_grad_sync(parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": "2"}), HALF)
+
+
+def test_gradients_are_flattened_and_taken():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     places = list(torch.full((3, 2), 7.0))
     weights[0].grad, weights[1].grad = torch.tensor([1.0, 2.0]), places[1]

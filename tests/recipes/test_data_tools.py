@@ -141,13 +141,13 @@ def test_training_names_data_without_an_end_of_document(tiny_model, tmp_path, ca
     corpora = open_corpora(f"{tmp_path}/a", "1,0,0")
     tokenizer = train_tokenizer(["a b"] * 9, 260)
     capsys.readouterr()
-    pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
+    pretrain_data.log_missing_ends(resolved, corpora, tokenizer)
     assert capsys.readouterr().out.count("end with the tokenizer's end-of-text id 0: a model cannot learn") == 1
-    pretrain_data.say_missing_ends(resolved, corpora, None)
+    pretrain_data.log_missing_ends(resolved, corpora, None)
     shown = capsys.readouterr().out
     assert shown.count("of 256 documents sampled, ") == 1 and "other ids" in shown
     monkeypatch.setenv("RANK", "1")
-    pretrain_data.say_missing_ends(resolved, corpora, tokenizer)
+    pretrain_data.log_missing_ends(resolved, corpora, tokenizer)
     assert not capsys.readouterr().out
 
 

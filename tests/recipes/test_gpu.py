@@ -16,7 +16,7 @@ from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
 
-SAID = "the passes of a micro-batch are replayed as a CUDA graph"
+LOGGED = "forward and backward are replayed as a CUDA graph"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,14 +111,14 @@ def test_the_loss_scale_goes_on(losses, tmp_path, level, file):
     whole = losses("whole", *words)
     resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-4")
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in whole], abs=1e-3)
-    scales = [read(tmp_path / name / "checkpoint-8").facts["loss_scale"] for name in ("whole", "resumed")]
+    scales = [read(tmp_path / name / "checkpoint-8").manifest["loss_scale"] for name in ("whole", "resumed")]
     assert scales[0] == scales[1] and scales[0]["value"] == 1024
-    assert read(tmp_path / "whole" / "checkpoint-4").facts["loss_scale"]["value"] == 512
+    assert read(tmp_path / "whole" / "checkpoint-4").manifest["loss_scale"]["value"] == 512
 
 
 @pytest.mark.parametrize("more", [(), ("--fp16_opt_level", "O2")])
 def test_an_overflow_at_the_lowest_scale_ends_the_run(losses, tmp_path, more):
-    with pytest.raises(GptlmError, match=r"gradients overflow at the lowest loss scale .* at step 1, no loss was good"):
+    with pytest.raises(GptlmError, match=r"gradients overflow at the lowest loss .* at step 1, no loss was finite"):
         losses("x", "--fp16", "--loss_scale", 1e30, "--save_steps", 1, *more)
     assert not list((tmp_path / "x").glob("checkpoint-*"))
 
@@ -188,19 +188,19 @@ def test_products_with_gelu_are_product_and_gelu(dtype):
         "--bf16 --fp16_opt_level O2 --recompute 1 --hidden_dropout_prob 0.1",
     ],
 )
-def test_recorded_passes_change_nothing(losses, capsys, tmp_path, words):
+def test_cuda_graphs_change_nothing(losses, capsys, tmp_path, words):
     """Losses and weights, with evaluations between the steps; resumed too."""
     words = [*words.split(), "--do_eval", "--do_train", "--eval_steps", "3", "--save_steps", "4"]
     plain = losses("plain", *words, "--cuda_graphs", "0")
-    assert SAID not in capsys.readouterr().out
-    recorded = losses("recorded", *words)
-    assert SAID in capsys.readouterr().out
-    assert [e["loss"] for e in recorded] == pytest.approx([e["loss"] for e in plain], abs=1e-5)
-    resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "recorded" / "checkpoint-4")
-    assert [e["loss"] for e in resumed] == pytest.approx([e["loss"] for e in recorded], abs=1e-5)
+    assert LOGGED not in capsys.readouterr().out
+    graph = losses("graph", *words)
+    assert LOGGED in capsys.readouterr().out
+    assert [e["loss"] for e in graph] == pytest.approx([e["loss"] for e in plain], abs=1e-5)
+    resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "graph" / "checkpoint-4")
+    assert [e["loss"] for e in resumed] == pytest.approx([e["loss"] for e in graph], abs=1e-5)
     assert torch.cuda.memory_allocated() < 2**28
 
 
-def test_a_run_says_why_nothing_is_recorded(losses, capsys):
+def test_a_run_logs_why_there_is_no_cuda_graph(losses, capsys):
     losses("x", "--cuda_graphs", "1", "--document_masking", "attention", "--max_steps", "1")
     assert "--cuda_graphs has no effect: documents differ in length" in capsys.readouterr().out

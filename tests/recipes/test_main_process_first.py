@@ -9,7 +9,7 @@ import pytest
 from gptlm.commands.evaluate import parse_evaluate
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
-from gptlm.recipes.common.main_process_first import waits_limited
+from gptlm.recipes.common.main_process_first import explain_timeout
 from tests.conftest import ROOT
 
 BOTH = """
@@ -18,19 +18,19 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from gptlm.errors import GptlmError
-from gptlm.recipes.common.main_process_first import join_by_cpu, one_first, waits_limited
+from gptlm.recipes.common.main_process_first import init_gloo, main_process_first, explain_timeout
 
 def until(path):
     while not path.exists():
         time.sleep(0.05)
 
 folder = Path(sys.argv[1])
-join_by_cpu(600)
+init_gloo(600)
 rank = dist.get_rank()
 order = []
 for per_node in (False, True):  # the second way round, and again: each wait has an entry of its own
     for number in range(2):
-        with one_first("the sample index", 600, per_node=per_node):
+        with main_process_first("the sample index", 600, per_node=per_node):
             if rank == 0:
                 time.sleep(0.2)
                 (folder / f"built {per_node} {number}").touch()
@@ -39,18 +39,18 @@ dist.barrier()
 short = dist.new_group(timeout=timedelta(seconds=3))
 said = ["", ""]
 if rank == 0:
-    with one_first("the sample index", 600, per_node=True):
+    with main_process_first("the sample index", 600, per_node=True):
         until(folder / "given up")
     until(folder / "given up again")
 else:
     try:
-        with one_first("the sample index", 1, per_node=True):
+        with main_process_first("the sample index", 1, per_node=True):
             said[0] = "it did not wait"
     except GptlmError as error:
         said[0] = str(error)
     (folder / "given up").touch()
     try:
-        with waits_limited(3):
+        with explain_timeout(3):
             dist.barrier(short)
     except GptlmError as error:
         said[1] = str(error)
@@ -78,9 +78,9 @@ def test_waits_are_limited(tmp_path):
 
 def test_other_errors_stay_what_they_are():
     for text in ("CUDA out of memory", "the run timed out of patience", "gloo: connection reset"):
-        with pytest.raises(RuntimeError, match=text), waits_limited(5):
+        with pytest.raises(RuntimeError, match=text), explain_timeout(5):
             raise RuntimeError(text)
-    with pytest.raises(GptlmError, match="--ddp_timeout"), waits_limited(5):
+    with pytest.raises(GptlmError, match="--ddp_timeout"), explain_timeout(5):
         raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation")
 
 

@@ -196,7 +196,7 @@ def test_resuming_under_another_batch_goes_on_at_the_consumed_sample(train, tmp_
     assert "step 3, 6 samples consumed" in capsys.readouterr().out
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(train, tmp_path, capsys):
+def test_a_damaged_newest_checkpoint_is_skipped(train, tmp_path, capsys):
     _, whole = train(*NO_DROPOUT)
     newest = tmp_path / "out" / "checkpoint-6" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
@@ -290,8 +290,8 @@ sys.exit(main(["pretrain", *{words!r}]))
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
     assert "cannot write the checkpoint" in result.stderr and "bytes are free" not in result.stderr
     assert "File too large" in result.stderr and "raise the limit" in result.stderr
-    found, passed_over = checkpoint.newest(output)
-    assert found.path.name == "checkpoint-3" and passed_over == []
+    found, skipped = checkpoint.newest(output)
+    assert found.path.name == "checkpoint-3" and skipped == []
     assert not (output / "checkpoint-6").exists()
 
 
@@ -614,7 +614,7 @@ def test_later_checkpoints_are_set_aside_and_the_one_just_written_stays(train, t
     else:
         words += ["--resume_from_checkpoint", tmp_path / "out/checkpoint-3"]
     train(*words)
-    assert "checkpoint-6 is not gone on from; it is called" in capsys.readouterr().out
+    assert "checkpoint-6 is newer than the resumed checkpoint; renamed to" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "out").glob("*checkpoint-*"))
     assert names == ["checkpoint-5", "left-checkpoint-6"]
 
@@ -627,7 +627,7 @@ def test_weights_alone_can_go_on(train, tmp_path):
     _, found = train(*words, "--ignore_load_lr_and_optim")
     assert rates(found)[3:] == rates(whole)[:3] and losses(found)[3] == pytest.approx(losses(whole)[3], abs=1e-6)
     assert losses(found)[4] != pytest.approx(losses(whole)[4], abs=1e-5)
-    assert checkpoint.read(tmp_path / "out/checkpoint-6").facts["consumed_samples"] == 12
+    assert checkpoint.read(tmp_path / "out/checkpoint-6").manifest["consumed_samples"] == 12
 
 
 def test_a_checkpoint_of_another_model_is_refused(train, tiny_model, tmp_path):
@@ -751,7 +751,7 @@ def test_when_no_checkpoint_is_whole_nothing_is_overwritten(train, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(train, tmp_path):
     words = ("--learning_rate", "1e18", "--max_grad_norm", "0", "--lr_scheduler_type", "constant", "--save_steps", "1")
-    with pytest.raises(GptlmError, match=r"the loss is (nan|inf) at step \d.*the last good loss was.*--learning_rate"):
+    with pytest.raises(GptlmError, match=r"the loss is (nan|inf) at step \d.*last finite loss was.*--learning_rate"):
         train(*words, "--logging_steps", "1", "--eval_steps", "6")
     for folder in (tmp_path / "out").glob("checkpoint-*"):
         state = json.loads((folder / "trainer_state.json").read_text())

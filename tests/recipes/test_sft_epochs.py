@@ -26,7 +26,7 @@ def nine(tune, tmp_path):  # noqa: F811
     def run(*words, output="out"):
         metrics, history = tune("--max_steps", -1, *words, output=output, data=tmp_path / "nine.json")
         found, _ = newest(tmp_path / output)
-        return metrics, history, found.facts
+        return metrics, history, found.manifest
 
     return run
 
@@ -131,7 +131,7 @@ def test_resume_under_another_batch_trains_what_is_left_of_the_epoch(nine, tmp_p
     words += ["--evaluation_strategy", "epoch", "--save_strategy", "epoch", "--num_train_epochs", 3]
     saved = tmp_path / "out" / "checkpoint-4"
     _, history, facts = nine(*batch_words(3, 1), *words, "--resume_from_checkpoint", saved, output="again")
-    assert "step 4, 13 samples consumed, epoch 2 goes on after 4 of its 9 samples" in capfd.readouterr().out
+    assert "step 4, 13 samples consumed, epoch 2 continues after 4 of its 9 samples" in capfd.readouterr().out
     assert (facts["consumed_samples"], facts["global_step"]) == (27, 4 + 2 + 3)
     assert [(e["step"], e["progress_or_epoch"]) for e in history if "eval_loss" in e] == [(6, 2.0), (9, 3.0)]
     assert {path.name for path in (tmp_path / "again").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_does_not_note_its_place_starts_its_epoch_again(nine, 
     capfd.readouterr()
     _, _, facts = nine("--num_train_epochs", 3, "--resume_from_checkpoint", saved, output="again")
     said = capfd.readouterr().out
-    assert said.count("it does not say where in its epoch: epoch 2 starts again") == 1
+    assert said.count("it does not note its position in the epoch: epoch 2 starts again") == 1
     assert (facts["global_step"], facts["consumed_samples"], facts["epoch_position"]) == (4 + 6, 16 + 18, [3, 0])
 
 

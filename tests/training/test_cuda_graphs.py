@@ -1,4 +1,4 @@
-"""What is said where the passes cannot be recorded; recordings themselves need a GPU (tests/recipes/test_gpu.py)."""
+"""The error where the passes cannot be captured; graphs themselves need a GPU (tests/recipes/test_gpu.py)."""
 
 from contextlib import contextmanager
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from gptlm.errors import GptlmError
-from gptlm.training.cuda_graphs import WARM_UP, RecordedPasses
+from gptlm.training.cuda_graphs import WARM_UP, CapturedPasses
 
 
-def test_a_refused_recording_ends_the_run_with_what_to_do(monkeypatch):
-    """CUDA tells twice, at what it refuses and at the end of the recording; the first time is the reason."""
+def test_a_refused_capture_ends_the_run_with_what_to_do(monkeypatch):
+    """CUDA reports it twice, at what it refuses and at the end of the capture; the first one is the reason."""
 
     @contextmanager
-    def recording(graph, **settings):
+    def capture(graph, **settings):
         try:
             yield
         finally:
@@ -27,10 +27,10 @@ def test_a_refused_recording_ends_the_run_with_what_to_do(monkeypatch):
 
     calls = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    recorded = RecordedPasses(passes, [], None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    captured = CapturedPasses(passes, [], None)
     for call in range(WARM_UP):
-        assert recorded({"x": torch.tensor(float(call))})[0] == call
+        assert captured({"x": torch.tensor(float(call))})[0] == call
     with pytest.raises(GptlmError, match=r"try again with --cuda_graphs 0: CUDA error: operation not permitted.*$"):
-        recorded({"x": torch.tensor(7.0)})
+        captured({"x": torch.tensor(7.0)})
     assert calls == [0.0, 1.0, 7.0]

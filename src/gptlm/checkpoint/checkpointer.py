@@ -1,17 +1,14 @@
-"""Checkpoints of any layout that go on in any other: the part of the Trainer that writes and reads them.
+"""Writes checkpoints that are complete or absent, and resumes from them in any parallel layout.
 
-Overridden, and why:
-    _save_checkpoint                         written aside, then renamed
-    save_model                               whole weights from every ZeRO stage, by one process
-    _prepare_for_training                    the state of a checkpoint, whatever layout wrote it
-    _init_training_state                     a resumed run obeys the new command's intervals
-    _load_rng_state                          random numbers of another number of ranks start anew
-    _load_from_checkpoint, _load_best_model  with the weight layout of model/gpt.py
+A checkpoint is written into `.checkpoint-N.incomplete`, flushed, given a manifest and renamed to `checkpoint-N`
+(folder.py). Weights are a plain GPT-2 or PEFT folder, the optimizer state is independent of world size, ZeRO stage and
+precision (optimizer_state.py).
 """
 
 import logging
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,17 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
-from transformers import TrainerState
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 
 from gptlm.checkpoint import folder as checkpoint
-from gptlm.checkpoint import optimizer_state as states
-from gptlm.errors import reason_of
+from gptlm.checkpoint import optimizer_state
+from gptlm.errors import GptlmError, reason_of
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.deepspeed import gathered_parameters
-from gptlm.training.pipeline_step import LayoutTrainer
+from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import checkpoint_name, gather_tensors, local_shard
 from gptlm.upstream.torch import set_last_lr
 
 logger = logging.getLogger(__name__)
@@ -36,231 +35,224 @@ logger = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 
 
-class SavingTrainer(LayoutTrainer):
-    """Trainer with checkpoints that are whole or absent.
+class Checkpointer:
+    """Saves and restores a training run.
 
     Args:
-        facts: noted in each checkpoint's manifest.
+        manifest: fields noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
-        run_file: the run as an argument file, saved beside each model as run.json.
-        evaluated: the model, where it is not the one trained in `output_dir`.
-        weights_only: go on with a checkpoint's weights and samples, but a new optimizer and schedule.
+        run_file: the run as an argument file, saved beside each model as run.json; None: none.
+        weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
+        mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
     """
 
     def __init__(
         self,
-        *args: Any,
-        facts: dict[str, Any] | None = None,
+        *,
+        manifest: dict[str, Any] | None = None,
         keep: int | None = None,
-        run_file: str = "",
-        evaluated: str | None = None,
+        run_file: str | None = None,
         weights_only: bool = False,
-        **kwargs: Any,
+        mesh: Mesh | None = None,
+        chunks: int = 1,
     ):
-        super().__init__(*args, **kwargs)
-        self.facts = facts or {}
-        self.keep = keep  # not args.save_total_limit, with which the Trainer may remove the newest one
-        self.run_file = run_file
-        self.weights_only = weights_only
-        self.evaluated = evaluated
+        self.manifest, self.keep, self.run_file, self.weights_only = manifest or {}, keep, run_file, weights_only
+        self.mesh, self.layout = mesh, [1, 1, 1]
+        if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
+            self.layout = [mesh.dims.tensor, mesh.dims.pipeline, chunks]
 
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.args.output_dir or "")
+    def attach(self, model: Any, args: TrainingArguments, tokenizer: Any) -> None:
+        """Called by the trainer: `model` is the one without wrappers."""
+        self.model, self.args, self.tokenizer = model, args, tokenizer
+        self.output_dir = Path(args.output_dir or "")
 
     @property
     def has_adapters(self) -> bool:
         """Whether only adapters are trained, and so saved."""
-        return isinstance(self.network, PeftModel)
-
-    @property
-    def zero_optimizer(self) -> Any:
-        """DeepSpeed's optimizer, or None."""
-        return self.model_wrapped.optimizer if self.is_deepspeed_enabled else None
-
-    @property
-    def inner_optimizer(self) -> Any:
-        """The optimizer without accelerate's wrapper."""
-        return self.zero_optimizer or getattr(self.optimizer, "optimizer", self.optimizer)
+        return isinstance(self.model, PeftModel)
 
     # Writing ----------------------------------------------------------------------------------------------------
 
-    def save_final(self) -> None:
-        """Write the final model and tokenizer into `output_dir`.
+    def save(self, state: Any, optimizer: Any, scheduler: Any, loss_scale: Any, fields: Mapping[str, Any]) -> None:
+        """Write checkpoint-N of step N; `fields` are added to its manifest.
 
         Raises:
-            GptlmError: if they cannot be written.
+            GptlmError: if it cannot be written; older checkpoints stay complete.
         """
-        with checkpoint.writing(self.output_dir, "the final model"):
-            self.save_model()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; stage 3 brings it together by weight."""
-        weights = {}
-        for name, tensor in self.whole_tensors(self._trained_values()):
-            if self.args.should_save:
-                weights[name] = tensor if self.mesh is None else tensor.cpu()
-        if not self.args.should_save:
-            return
-        folder = output_dir or self.args.output_dir or ""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / RUN_FILE).write_text(self.run_file, encoding="utf-8")
-        if not self.has_adapters:
-            self._save(folder, state_dict=weights)
-            return
-        save_adapters(self.network, weights, Path(folder))
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
-
-    def _trained_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter, without ZeRO's partition."""
-        for name, parameter in states.trained(self.network):
-            with gathered_parameters([parameter]):
-                wanted = hasattr(parameter, "ds_id") and (self.args.should_save or self.mesh is not None)
-                yield name, parameter.detach().cpu() if wanted else parameter.detach()
-
-    def _save_checkpoint(self, model, trial) -> None:
-        staging = checkpoint.staging_folder(self.output_dir, self.state.global_step)
+        staging = checkpoint.staging_folder(self.output_dir, state.global_step)
         with checkpoint.writing(staging, "the checkpoint"):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
             self._barrier()
-            self._write_checkpoint(staging)
-            self._barrier()
+            self._write(staging, state, optimizer)
+            self._barrier()  # all ranks have written their part
             if self.args.should_save:
-                self._commit(staging)
+                own = {
+                    "global_step": state.global_step,
+                    "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
+                    "loss_scale": loss_scale.state_dict() if loss_scale is not None else None,
+                    "world_size": self.args.world_size,
+                    "layout": self.layout,
+                    "weights_only": self.args.save_only_model,
+                }
+                final = checkpoint.commit(staging, {**self.manifest, **own, **fields})
+                logger.info("checkpoint written to %s", final)
+                best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+                for old in checkpoint.rotate(self.output_dir, self.keep, best, final):
+                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
             self._barrier()
 
-    def _commit(self, staging: Path) -> None:
-        final = checkpoint.commit(staging, self._manifest())
-        logger.info("checkpoint written to %s", final)
-        best = self.state.best_model_checkpoint
-        for old in checkpoint.rotate(self.output_dir, self.keep, Path(best) if best else None, final):
-            logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.store_flos()
-        self.save_model(str(folder), _internal_call=True)
+    def _write(self, folder: Path, state: Any, optimizer: Any) -> None:
+        self.save_model(folder)
         if not self.args.save_only_model:
-            tensors = states.gather(self.network, self.inner_optimizer)
-            states.write(folder, self.whole_tensors(tensors), writes=self.args.should_save)
-            self._save_rng_state(str(folder))
-        if self.state.best_global_step:  # every rank has to know it: all of them load it in the end
-            best = self.output_dir / f"checkpoint-{self.state.best_global_step}"
-            if best.is_dir() or self.state.best_global_step == self.state.global_step:
-                self.state.best_model_checkpoint = str(best)
+            tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
+            optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)
+            torch.save(self._rng_states(), folder / self._rng_file)
+        if state.best_global_step:  # every rank has to know it: all of them load it in the end
+            best = self.output_dir / f"checkpoint-{state.best_global_step}"
+            if best.is_dir() or state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(best)
         if self.args.should_save:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            state.save_to_json(str(folder / checkpoint.HISTORY))
 
-    def _manifest(self) -> dict[str, Any]:
-        scheduler: Any = self.lr_scheduler
-        return {
-            **self.facts,
-            "global_step": self.state.global_step,
-            "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
-            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
-            "world_size": self.args.world_size,
-            "layout": self._layout(),
-            "weights_only": self.args.save_only_model,
-        }
+    def save_final(self) -> None:
+        """Write the final model and tokenizer into the output folder.
 
-    def _layout(self) -> list[int]:
-        """Degrees of tensor and pipeline parallelism, and chunks."""
-        return [self.mesh.dims.tensor, self.mesh.dims.pipeline, self.chunks] if self.mesh else [1, 1, 1]
+        Raises:
+            GptlmError: if they cannot be written.
+        """
+        with checkpoint.writing(self.output_dir, "the final model"):
+            self.save_model(self.output_dir)
+
+    def save_model(self, folder: Path) -> None:
+        """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; all ranks take part, rank 0 writes."""
+        weights = {}
+        for name, tensor in self._whole_tensors(self._trained_values()):
+            if self.args.should_save:
+                weights[name] = tensor if self.mesh is None else tensor.cpu()
+        if not self.args.should_save:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.run_file is not None:
+            (folder / RUN_FILE).write_text(self.run_file, encoding="utf-8")
+        if self.has_adapters:
+            save_adapters(self.model, weights, folder)
+        else:
+            self.model.save_pretrained(folder, state_dict=weights)
+            torch.save(self.args, folder / "training_args.bin")  # as the stock Trainer does
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def _trained_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Each trained parameter, without ZeRO's partition."""
+        for name, parameter in optimizer_state.trained(self.model):
+            with gathered_parameters([parameter]):
+                is_copied = hasattr(parameter, "ds_id") and (self.args.should_save or self.mesh is not None)
+                yield name, parameter.detach().cpu() if is_copied else parameter.detach()
+
+    def _whole_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Shards of tensor and pipeline parallelism as whole tensors, on every process."""
+        return tensors if self.mesh is None else gather_tensors(self.mesh, tensors)
 
     # Reading ----------------------------------------------------------------------------------------------------
 
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if resume_from_checkpoint is not None:
-            with checkpoint.reading(resume_from_checkpoint):
-                self._load_states(Path(resume_from_checkpoint))
-        return prepared
+    def load(self, folder: Path, optimizer: Any, scheduler: Any, loss_scale: Any) -> None:
+        """Weights, optimizer state, schedule and loss scale of a checkpoint.
 
-    def _load_states(self, folder: Path) -> None:
-        facts = checkpoint.read(folder).facts
-        optimizer = self.inner_optimizer
-        steps = 0 if self.weights_only else facts["optimizer_steps"]
-        states.load(folder, self._stored(folder), self.network, optimizer, steps, self.mesh)
-        if self.weights_only:
-            return
-        scheduler: Any = self.lr_scheduler
-        scheduler.last_epoch = steps
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](steps)
-        set_last_lr(scheduler, [group["lr"] for group in optimizer.param_groups])
-        if facts["loss_scale"] and self.loss_scale is not None:
-            self.loss_scale.load_state_dict(facts["loss_scale"])
-
-    def _init_training_state(self, max_steps, *args, **kwargs):
-        position = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)
-        return position
-
-    def _load_rng_state(self, folder: str | None) -> None:
-        if folder is None:
-            return
-        facts = checkpoint.read(Path(folder)).facts
-        before = (facts["world_size"], facts.get("layout", [1, 1, 1]))
-        if self.weights_only or before != (self.args.world_size, self._layout()):
-            torch.manual_seed(self.dropout_seed + 1_000_003 * facts["global_step"])
-            logger.info(
-                "%s processes in another layout wrote the checkpoint, %d go on: dropout draws new numbers",
-                facts["world_size"] or "another library's",
-                self.args.world_size,
-            )
-            return
-        unreadable = next(filter(None, self._of_all(self._load_own_rng_state(folder))), None)
-        if unreadable:  # on one process: all draw anew, some of them share their numbers
-            torch.manual_seed(self.dropout_seed + 1_000_003 * facts["global_step"])
-            logger.warning("the random states of %s cannot be read (%s): dropout draws new numbers", folder, unreadable)
-
-    def _load_own_rng_state(self, folder: str) -> str | None:
-        """This process's random states; returns why they cannot be had."""
-        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
-        if not (Path(folder) / name).is_file():
-            return f"{name} is missing"
-        reconstruct: Any = np.ones(1).__reduce__()[0]
-        numpy_1 = torch.serialization.safe_globals([(reconstruct, "numpy.core.multiarray._reconstruct")])
-        try:
-            with numpy_1:  # where numpy 1 had the function
-                super()._load_rng_state(folder)
-        except Exception as error:  # damaged pickles make torch raise nearly anything
-            return f"{name}: {reason_of(error)}"
-        return None
-
-    def _of_all(self, value: Any) -> list[Any]:
-        """`value` of each process."""
-        found = [value] * self.args.world_size
-        if self.args.world_size > 1:
-            dist.all_gather_object(found, value)
-        return found
+        Raises:
+            GptlmError: if a file is damaged, or the schedule cannot be restored.
+        """
+        with checkpoint.reading(str(folder)):
+            manifest = checkpoint.read(folder).manifest
+            inner = inner_optimizer(optimizer)
+            steps = 0 if self.weights_only else manifest["optimizer_steps"]
+            optimizer_state.load(folder, self._stored(folder), self.model, inner, steps, self.mesh)
+            if self.weights_only:
+                return
+            if not hasattr(scheduler, "lr_lambdas"):
+                raise GptlmError(f"the schedule {type(scheduler).__name__} cannot be resumed; use another one")
+            scheduler.last_epoch = steps
+            for group in inner.param_groups:
+                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](steps)
+            set_last_lr(scheduler, [group["lr"] for group in inner.param_groups])
+            if manifest["loss_scale"] and loss_scale is not None:
+                loss_scale.load_state_dict(manifest["loss_scale"])
 
     @torch.no_grad()
-    def restore(self, folder: Path) -> None:
-        """Put the weights of a checkpoint into the model."""
-        self.put(states.trained(self.network), self._stored(folder).get)
-
-    def recall(self, folder: Path) -> None:
-        """Take over the history of a checkpoint; one of another library may have none."""
-        history = folder / "trainer_state.json"
-        if history.is_file():
-            self.state = TrainerState.load_from_json(str(history))
-            self.state.is_world_process_zero = self.is_world_process_zero()
-            self.state.is_local_process_zero = self.is_local_process_zero()
+    def load_weights(self, folder: Path) -> None:
+        """Put the weights of a checkpoint into the model, whatever its layout."""
+        get: Callable[[str], Tensor] = self._stored(folder).get
+        for name, parameter in optimizer_state.trained(self.model):
+            with gathered_parameters([parameter], write=True):
+                parameter.copy_(local_shard(self.mesh, name, get(checkpoint_name(name))))
 
     def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
         return StoredAdapters(folder) if self.has_adapters else StoredWeights(str(folder))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Nothing: `_prepare_for_training` does it, when the optimizer is there."""
+    # Random numbers ---------------------------------------------------------------------------------------------
 
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        logger.info("best checkpoint: %s (%s %s)", best, self.args.metric_for_best_model, self.state.best_metric)
-        self.restore(Path(best or ""))
+    def load_rng_state(self, folder: Path, seed: int) -> None:
+        """Random states of the same number of processes in the same layout; others draw new numbers from `seed`."""
+        manifest = checkpoint.read(folder).manifest
+        new_seed = seed + 1_000_003 * manifest["global_step"]
+        written = (manifest["world_size"], manifest.get("layout", [1, 1, 1]))
+        if self.weights_only or written != (self.args.world_size, self.layout):
+            torch.manual_seed(new_seed)
+            logger.info(
+                "%s processes in another parallel layout wrote the checkpoint, %d resume: dropout draws new numbers",
+                manifest["world_size"] or "another library's",
+                self.args.world_size,
+            )
+            return
+        reasons = [self._load_own_rng_state(folder)] * self.args.world_size
+        if self.args.world_size > 1:
+            dist.all_gather_object(reasons, reasons[0])
+        reason = next(filter(None, reasons), None)
+        if reason:  # of one process: all draw new numbers, or some would draw the same ones
+            torch.manual_seed(new_seed)
+            logger.warning("the random states of %s cannot be read (%s): dropout draws new numbers", folder, reason)
+
+    def _load_own_rng_state(self, folder: Path) -> str | None:
+        """Restore this process's random states; returns why that is impossible."""
+        if not (folder / self._rng_file).is_file():
+            return f"{self._rng_file} is missing"
+        reconstruct: Any = np.ones(1).__reduce__()[0]
+        numpy_1 = torch.serialization.safe_globals([(reconstruct, "numpy.core.multiarray._reconstruct")])
+        try:
+            with safe_globals(), numpy_1:  # numpy 1 had the function in another module
+                states = torch.load(folder / self._rng_file, weights_only=True)
+            random.setstate(states["python"])
+            np.random.set_state(states["numpy"])
+            torch.random.set_rng_state(states["cpu"])
+            if torch.cuda.is_available() and isinstance(states.get("cuda"), list):
+                torch.cuda.random.set_rng_state_all(states["cuda"])
+            elif torch.cuda.is_available() and "cuda" in states:
+                torch.cuda.random.set_rng_state(states["cuda"])
+        except Exception as error:  # damaged pickles make torch raise nearly anything
+            return f"{self._rng_file}: {reason_of(error)}"
+        return None
+
+    @property
+    def _rng_file(self) -> str:
+        return "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+
+    def _rng_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            of_all = dist.is_initialized()
+            states["cuda"] = torch.cuda.random.get_rng_state_all() if of_all else torch.cuda.random.get_rng_state()
+        return states
 
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer without accelerate's wrapper, under DeepSpeed its ZeRO optimizer."""
+    return getattr(optimizer, "optimizer", optimizer)

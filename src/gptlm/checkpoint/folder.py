@@ -1,7 +1,7 @@
-"""Checkpoint folders that are whole or not there.
+"""Checkpoint folders that are complete or absent.
 
-A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest of every file and its size, and is renamed to
-`checkpoint-N`. One whose manifest does not agree with its files is passed over by name.
+A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with every file and its size, and is renamed to
+`checkpoint-N`. One whose manifest does not match its files is skipped, with a log line.
 """
 
 import json
@@ -27,10 +27,10 @@ PATTERN = re.compile(r"^checkpoint-(\d+)$")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and the facts its run noted (`consumed_samples`, `global_step`, ...)."""
+    """A complete checkpoint: its folder and the fields of its manifest (`consumed_samples`, `global_step`, ...)."""
 
     path: Path
-    facts: dict[str, Any]
+    manifest: dict[str, Any]
 
 
 def staging_folder(output_dir: Path, step: int) -> Path:
@@ -38,11 +38,11 @@ def staging_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f".checkpoint-{step}.incomplete"
 
 
-def commit(staging: Path, facts: Mapping[str, Any]) -> Path:
+def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
     """Give the finished folder `staging` its manifest and its final name, replacing an older folder of that name."""
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
     manifest = staging / MANIFEST
-    manifest.write_text(json.dumps({**facts, "files": files}, indent=1) + "\n", encoding="utf-8")
+    manifest.write_text(json.dumps({**fields, "files": files}, indent=1) + "\n", encoding="utf-8")
     sync_tree(staging)
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
     if final.exists():
@@ -61,8 +61,8 @@ def read(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise GptlmError(f"the checkpoint {path} does not exist; --resume_from_checkpoint takes a checkpoint-N folder")
     try:
-        facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = facts.pop("files")
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest.pop("files")
     except FileNotFoundError:
         raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
     except (ValueError, KeyError, AttributeError) as error:
@@ -76,7 +76,7 @@ def read(path: Path) -> Checkpoint:
                 f"expected {size} bytes"
             )
     _check_history(path)
-    return Checkpoint(path, facts)
+    return Checkpoint(path, manifest)
 
 
 def _check_history(path: Path) -> None:
@@ -90,14 +90,14 @@ def _check_history(path: Path) -> None:
 
 
 def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The complete checkpoint of the highest step in `output_dir`, and why newer ones were passed over."""
-    passed_over: list[str] = []
+    """The complete checkpoint of the highest step in `output_dir`, and why newer ones were skipped."""
+    skipped: list[str] = []
     for path in reversed(folders(output_dir)):
         try:
-            return read(path), passed_over
+            return read(path), skipped
         except GptlmError as error:
-            passed_over.append(str(error))
-    return None, passed_over
+            skipped.append(str(error))
+    return None, skipped
 
 
 def folders(output_dir: Path) -> list[Path]:

@@ -18,7 +18,6 @@ from gptlm.model.safetensors_io import LazyTensors, save_shards
 from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, local_shard
-from gptlm.training.precision.master_adamw import MasterWeightAdamW
 from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -97,12 +96,17 @@ def _is_zero(optimizer: Any) -> bool:
     return hasattr(optimizer, "loss_scaler") and not isinstance(optimizer, torch.optim.Optimizer)
 
 
+def _has_masters(optimizer: Any) -> bool:
+    """Whether it is a `MasterWeightAdamW`, which keeps float32 copies of half-precision weights."""
+    return hasattr(optimizer, "masters")
+
+
 # One process, or replicas that each hold everything ---------------------------------------------------------------
 
 
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _plain(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in trained(model):
-        if isinstance(optimizer, MasterWeightAdamW):
+        if _has_masters(optimizer):
             state = optimizer.tensors(parameter)
             kinds: tuple[str, ...] = ("master", *MOMENTS) if optimizer.updates else ("master",)
         else:
@@ -113,13 +117,13 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 
 
 @torch.no_grad()
-def _load_plain(stored: StoredStates, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def _load_plain(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, parameter in trained(model):
         weight = stored.weight(name)
         parameter.copy_(weight)
         moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
-        if isinstance(optimizer, MasterWeightAdamW):
+        if _has_masters(optimizer):
             optimizer.updates = steps
             own = optimizer.tensors(parameter)
             for kind, value in {"master": weight, **moments}.items():

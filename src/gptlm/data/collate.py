@@ -4,7 +4,7 @@ The targets are under `labels` and `shift_labels`, the same tensor: with both ke
 of the loss, and the model uses them without another shift.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,3 +133,55 @@ def _shifted(row: Row) -> tuple[np.ndarray, np.ndarray]:
 def _batch(input_ids: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     targets = torch.from_numpy(labels)
     return {"input_ids": torch.from_numpy(input_ids), "labels": targets, "shift_labels": targets}
+
+
+# Datasets from Python ----------------------------------------------------------------------------------------------
+
+
+def collate_samples(samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Blocks (T + 1 token ids), or dicts with `input_ids` and optionally `labels` -> a batch as of `collate_blocks`.
+
+    `labels` of dicts are HuggingFace's, as long as `input_ids` and not shifted; without them each token is a target.
+    Shorter rows are padded on the right, and `attention_mask` is added where any is.
+    """
+    if not isinstance(samples[0], Mapping):
+        return collate_blocks([np.asarray(sample, dtype=np.int64) for sample in samples])
+    rows = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
+    labels = [np.asarray(sample.get("labels", row), dtype=np.int64) for sample, row in zip(samples, rows, strict=True)]
+    shape = len(rows), max(map(len, rows))
+    input_ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        input_ids[number, : len(row)] = row
+        targets[number, : len(row) - 1] = label[1:]
+    tensor = torch.from_numpy(targets)
+    batch = {"input_ids": torch.from_numpy(input_ids), "labels": tensor, "shift_labels": tensor}
+    if any(len(row) < shape[1] for row in rows):
+        lengths = torch.tensor([len(row) for row in rows])
+        batch["attention_mask"] = (torch.arange(shape[1]) < lengths[:, None]).long()
+    return batch
+
+
+@dataclass(frozen=True)
+class FilledCollator:
+    """`collate` for samples among which are `None`s that fill a batch up: rows without a target.
+
+    A filler takes the tokens of the first of `dataset`, so that any `collate` that makes a row of each sample will do.
+    """
+
+    collate: Callable[[list], dict[str, Any]]
+    dataset: Any
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        fillers = [number for number, sample in enumerate(samples) if sample is None]
+        if not fillers:
+            return self.collate(list(samples))
+        batch = self.collate([self.dataset[0] if sample is None else sample for sample in samples])
+        for key in ("labels", "shift_labels"):
+            if key in batch:
+                batch[key][fillers] = IGNORED
+        return batch
+
+
+def tokens_of(sample: Any) -> int:
+    """Tokens that a sample trains: of a block (T + 1 ids) T."""
+    return len(sample["input_ids"]) if isinstance(sample, Mapping) else len(sample) - 1

@@ -71,13 +71,16 @@ class FlatGradSync:
         return flats
 
     @torch.no_grad()
-    def step(self, gathered: list[Tensor] | None = None) -> None:
-        """One optimizer step with the gradients of the weights, or with `gathered` ones."""
+    def reduce(self, gathered: list[Tensor] | None = None) -> None:
+        """Hand DeepSpeed this process's share of the mean of the weights' gradients, or of `gathered` ones."""
         groups = self.optimizer.real_dp_process_group
         for number, flat in enumerate(self.flat_gradients() if gathered is None else gathered):
             self.optimizer.averaged_gradients[number] = [_mean_share(flat, groups[number])]
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Set float32 sums to zero; after the engine's step, which may use them in place."""
         if self._sums is not None:
             torch._foreach_zero_(self._sums)
 

@@ -30,8 +30,8 @@ from gptlm.model.files import shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.tokenizer import encode_texts, fingerprint, load_tokenizer
 from gptlm.quiet import quiet_transformers
-from gptlm.recipes.common.device import choose_machine, process_group_closed, use_device
-from gptlm.recipes.common.main_process_first import join_by_cpu
+from gptlm.recipes.common.device import choose_device, close_process_group, use_device
+from gptlm.recipes.common.main_process_first import init_gloo
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
         GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
     """
     quiet = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
-    with quiet, process_group_closed(arguments.ddp_timeout):
+    with quiet, close_process_group(arguments.ddp_timeout):
         start_logging(main_process=ranks.is_main_process())
         quiet_transformers()
         for note in notes:
@@ -59,17 +59,17 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
 
 
 def _evaluate(arguments: EvaluateArguments) -> Report:
-    machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
-    use_device(machine)
+    chosen = choose_device(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
+    use_device(chosen)
     source, adapters = find_model(arguments.model_name_or_path or "", arguments.lora_path)
     check_model_folder(source, adapters)
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
-    join_by_cpu(arguments.ddp_timeout)  # the processes exchange a few sums only
-    device = torch.device(machine.device)
-    if machine.device != "cpu":
-        device = torch.device(machine.device, ranks.local_rank() % torch.cuda.device_count())
-    model, _ = load_for_inference(source, device, dtype=machine.dtype, lora_path=adapters)
+    init_gloo(arguments.ddp_timeout)  # the processes exchange a few sums only
+    device = torch.device(chosen.type)
+    if chosen.type != "cpu":
+        device = torch.device(chosen.type, ranks.local_rank() % torch.cuda.device_count())
+    model, _ = load_for_inference(source, device, dtype=chosen.dtype, lora_path=adapters)
     sums = _sums(model, task, arguments)
     report = {
         "task": arguments.task,
@@ -85,7 +85,7 @@ def _evaluate(arguments: EvaluateArguments) -> Report:
 
 
 def _device(kind: str) -> torch.device:
-    """This process's device; cards are dealt out to the processes of a machine."""
+    """This process's device; cards are dealt out to the processes of a device."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, ranks.local_rank() % torch.cuda.device_count())

@@ -18,7 +18,7 @@ from gptlm.inference.generation import Sampling, Stream, check_rows, continue_ro
 from gptlm.inference.loading import find_model, load_for_inference
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.quiet import quiet_transformers
-from gptlm.recipes.common.device import choose_machine, use_device
+from gptlm.recipes.common.device import choose_device, use_device
 from gptlm.recipes.common.prompts import read_prompts
 from gptlm.training.metrics.throughput import start_logging
 
@@ -78,9 +78,9 @@ def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokeniz
         GptlmError: if something cannot be found or read.
     """
     folder, adapters = find_model(arguments.model_name_or_path, arguments.lora_path)
-    machine = choose_machine(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
-    use_device(machine)
-    return load_for_inference(folder, torch.device(machine.device), dtype=machine.dtype, lora_path=adapters)
+    device = choose_device(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
+    use_device(device)
+    return load_for_inference(folder, torch.device(device.type), dtype=device.dtype, lora_path=adapters)
 
 
 def _sampling(arguments: PredictArguments) -> Sampling:

@@ -2,11 +2,8 @@
 
 import logging
 import time
-from typing import Any
 
-import torch
 from transformers import ProgressCallback, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +59,3 @@ class PlainProgress(TrainerCallback):
         if due:
             self.said = time.monotonic()
         return due
-
-
-class OwnDropoutPerRank(TrainerCallback):
-    """Without this all data-parallel ranks would draw the same dropout masks."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(self.trainer.dropout_seed)
-
-
-class Bookkeeping(TrainerCallback):
-    """Epochs as the data have them (the Trainer's own loop has one, the whole run), and a clock for the speed."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.throughput.restart(state.global_step, self.trainer.trained)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        state.epoch = self.trainer.passes
-        if self.trainer.at_epoch_end and state.global_step < args.max_steps:  # at the end the Trainer's own loop ends
-            control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH
-            control.should_save |= args.save_strategy == SaveStrategy.EPOCH

@@ -1,228 +1,102 @@
-"""One optimizer step in any precision and ZeRO stage: the part of the Trainer that touches gradients.
+"""What happens to a global batch: one optimizer step.
 
-Overridden, and why:
-    create_optimizer                  master weights for half-precision ones (fp16_opt_level O2)
-    _wrap_model                       no DistributedDataParallel where gradients are exchanged at once
-    _prepare_for_training             DeepSpeed in groups of replicas and with our loss scale
-    training_step                     float32 sums of gradients, recorded passes
-    _clip_grad_norm, _get_grad_norm   on the master weights
-    _prepare_inputs, _prepare_input   nothing waits for copies to the device, and targets go there once
-    _get_num_items_in_batch           the same
+The same sequence holds for every precision, ZeRO stage and step runner. What each line does depends on the parts:
+
+    forward_backward   `EagerStep` below, `CudaGraphStep` (cuda_graphs.py) or `PipelineStep` (pipeline_step.py)
+    grad_sync          nothing, DDP, one flat all-reduce, DeepSpeed or flat ZeRO (grad_sync.py)
+    weights            float32 weights, float32 masters of half-precision ones, or DeepSpeed's (precision/weights.py)
 """
 
-import json
-from contextlib import nullcontext
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import Trainer
+from torch import Tensor
 
-from gptlm.errors import GptlmError, reason_of
-from gptlm.parallel.deepspeed import ZeroLossScale
-from gptlm.parallel.flat_grad_sync import FlatGradSync
-from gptlm.parallel.process_groups import ShardGroups
-from gptlm.training.cuda_graphs import RecordedPasses, Tensors
-from gptlm.training.precision.loss_scale import LossScale
-from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
-
-OFFLOAD = (
-    "offloading needs DeepSpeed's CPU optimizer, which could not be compiled or loaded: {reason}; install a C++ "
-    "compiler (and, on a GPU machine, the CUDA toolkit of torch's version), or leave offload out"
-)
-ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
-START_ADVICE = (  # no update came before: no learning rate is to blame
-    "it is the loss of the weights that the run starts from: take an earlier checkpoint, or copy their folder again"
-)
-ITEMS = "num_items_in_batch"
-FP16_ADVICE = ", or --bf16 instead of --fp16"
+Inputs = dict[str, Any]
 
 
-class Replica(torch.nn.Module):
-    """A model of which every process has the same copy; who steps it sees to that."""
+@dataclass
+class TrainingStep:
+    """One optimizer step.
 
-    def __init__(self, module: Any):
-        super().__init__()
-        self.module = module
-        for weight in module.parameters():
-            dist.broadcast(weight.data, 0)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
-class SteppingTrainer(Trainer):
-    """Trainer that steps float32, autocast and half-precision weights alike.
-
-    Args:
-        loss_scale: of float16; None in other precisions.
-        master_grad: add the gradients of half-precision weights up in float32.
-        shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
-        groups: DeepSpeed's process groups, where processes share a replica.
-        exchanged_at_once: half-precision weights' gradients are exchanged in one go after the passes, not during them;
-            with DeepSpeed in stage 1 or 2.
-        recorded: replay forward and backward passes as a CUDA graph; batches have the same shape.
+    Attributes:
+        model: with its wrappers (DDP, DeepSpeed engine).
+        to_device: copies a micro-batch to the device.
+        max_grad_norm: 0 or less never clips.
+        event: fires a callback event of the Trainer by name.
     """
 
-    def __init__(
+    model: torch.nn.Module
+    forward_backward: Callable[[Inputs, Tensor | None], Tensor]
+    grad_sync: Any
+    weights: Any
+    scheduler: Any
+    to_device: Callable[[Inputs], Inputs]
+    max_grad_norm: float
+    event: Callable[[str], None]
+
+    def __call__(self, micro_batches: list[Inputs], num_items: Tensor | None, loss_sum: Tensor) -> None:
+        """Train on `micro_batches`; `num_items` is the number of targets in the global batch.
+
+        The loss of the step, a mean over its targets, is added to `loss_sum`; nothing here waits for the device.
+        """
+        self.model.train()
+        self.event("on_step_begin")
+        for number, micro_batch in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            with self.grad_sync.micro_batch(is_last):  # DDP and DeepSpeed reduce during the last backward
+                loss_sum += self.forward_backward(self.to_device(micro_batch), num_items)
+            self.weights.accumulate_gradients()  # float32 sums (amp_master_grad); else autograd adds to `.grad`
+            if not is_last:
+                self.event("on_substep_end")
+
+        self.weights.flatten_gradients()  # master weights: all gradients as one tensor
+        self.grad_sync.reduce()  # flat: one all-reduce or reduce-scatter, after all backward passes
+        self.weights.unscale_gradients()  # fp16: divides by the loss scale, looks for an overflow
+        self.weights.clip_gradients(self.max_grad_norm if self.max_grad_norm > 0 else float("inf"))
+
+        self.event("on_pre_optimizer_step")
+        is_applied = self.weights.update()  # an overflow skips it; DeepSpeed unscales, clips and updates here
+        self.event("on_optimizer_step")
+        if is_applied:
+            self.scheduler.step()  # counts updates, so a skipped one does not advance the schedule
+        self.grad_sync.zero_grad()
+
+
+class EagerStep:
+    """Forward and backward pass of a micro-batch, kernel by kernel."""
+
+    def prepare(
         self,
-        *args: Any,
-        loss_scale: LossScale | None = None,
-        master_grad: bool = False,
-        shard_degree: int | None = None,
-        groups: Any = None,
-        exchanged_at_once: bool = False,
-        recorded: bool = False,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        self.half_weights = not self.is_deepspeed_enabled and self.network.dtype != torch.float32
-        self.loss_scale = loss_scale
-        if self.loss_scale is not None and (self.half_weights or self.accelerator.scaler is not None):
-            self.accelerator.scaler = self.loss_scale
-        self.shard_degree, self.groups = shard_degree, groups
-        self.in_float32 = master_grad
-        self.master_grad = master_grad and self.half_weights  # else DeepSpeed's gradients are meant
-        self.exchanged_at_once, self.recorded = exchanged_at_once, recorded
-        self.zero_at_once: FlatGradSync | None = None
-        self._gathered: Any = None  # gradients of this step that are put together already
-        # with master_grad each micro-batch is reduced before it is added up
-        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.master_grad and not exchanged_at_once
+        *,
+        model: torch.nn.Module,
+        network: torch.nn.Module,
+        world_size: int,
+        compute_loss: Callable[[Any, Inputs, Tensor | None], Tensor],
+        grad_sync: Any,
+        weights: Any,
+        accumulation: int,
+    ) -> None:
+        """Called when training starts.
 
-    @property
-    def network(self) -> Any:
-        """The model without wrappers."""
-        return self.model
+        Args:
+            model: whose forward is called; `network` is the same without wrappers.
+            compute_loss: (model, inputs, num_items) -> loss.
+            accumulation: micro-batches of a step.
+        """
+        self.model, self.network, self.world_size, self.accumulation = model, network, world_size, accumulation
+        self.compute_loss, self.grad_sync, self.weights = compute_loss, grad_sync, weights
 
-    @property
-    def master_optimizer(self) -> MasterWeightAdamW | None:
-        """The optimizer, where it keeps master weights."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        return inner if isinstance(inner, MasterWeightAdamW) else None
+    def __call__(self, inputs: Inputs, num_items: Tensor | None) -> Tensor:
+        """The loss, detached; gradients are added to `.grad`."""
+        loss = self.compute_loss(self.model, inputs, num_items)
+        self.grad_sync.backward(loss)
+        return loss.detach()
 
-    def create_optimizer(self, model=None):
-        if not self.half_weights or self.optimizer is not None:
-            return super().create_optimizer(model)
-        decayed = set(self.get_decay_parameter_names(self.network))
-        named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
-        ]
-        _, settings = self.get_optimizer_cls_and_kwargs(self.args, self.network)
-        self.optimizer = MasterWeightAdamW(groups, **settings)
-        return self.optimizer
 
-    def _wrap_model(self, model, training=True, dataloader=None):
-        if not (training and self.exchanged_at_once) or self.is_deepspeed_enabled or isinstance(model, Replica):
-            return super()._wrap_model(model, training, dataloader)
-        return Replica(model)
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        shards = ShardGroups(self.shard_degree) if self.shard_degree else None
-        groups = shards or self.groups
-        with groups.as_mpu() if groups else nullcontext():
-            try:
-                prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            except (AttributeError, ImportError, RuntimeError, OSError) as error:
-                if "offload" not in json.dumps(self.args.deepspeed or ""):
-                    raise
-                raise GptlmError(OFFLOAD.format(reason=reason_of(error))) from error
-        if shards:
-            shards.attach(self.model_wrapped)
-        if self.is_deepspeed_enabled and self.loss_scale is not None:
-            ZeroLossScale(self.loss_scale).attach(self.model_wrapped.optimizer)
-        if self.is_deepspeed_enabled and self.exchanged_at_once:
-            self.zero_at_once = FlatGradSync(self.model_wrapped, in_float32=self.in_float32)
-        return prepared
-
-    def _prepare_inputs(self, inputs):
-        return super()._prepare_inputs(
-            {k: v for k, v in inputs.items() if k != "labels" or "shift_labels" not in inputs}
-        )
-
-    def _prepare_input(self, data):
-        if isinstance(data, torch.Tensor):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
-
-    def _get_num_items_in_batch(self, batch_samples, device):
-        """Targets of the step on all processes, a tensor on the device."""
-        count = sum(int((batch["shift_labels"] != -100).sum()) for batch in batch_samples)
-        total = torch.full((), count, dtype=torch.int64, device=device)
-        if self.args.world_size > 1:
-            dist.all_reduce(total)
-        return total
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.recorded or self.zero_at_once:
-            given = {**self._prepare_inputs(inputs), ITEMS: num_items_in_batch}
-            passes = self.recorded_passes(given, self._scale) if self.recorded else self._passes(given)
-            loss, self._gathered = passes
-        else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.zero_at_once and self.accelerator.sync_gradients:
-            self.zero_at_once.step(self._gathered)
-        if self.master_grad and self.master_optimizer is not None:
-            self.master_optimizer.add_gradients()
-        return loss
-
-    @property
-    def _scale(self) -> float:
-        """What the loss is multiplied with."""
-        return self.loss_scale.value if self.loss_scale is not None else 1.0
-
-    @property
-    def _one_pass(self) -> bool:
-        """Whether gradients are taken away after each micro-batch."""
-        return self.args.gradient_accumulation_steps == 1 or self.master_grad
-
-    def _passes(self, given: Tensors) -> tuple[torch.Tensor, Any]:
-        """Forward and backward pass of a micro-batch on the device; the loss, and gradients that were put together."""
-        self.network.train()
-        inputs = {name: value for name, value in given.items() if name != ITEMS}
-        with self.compute_loss_context_manager():
-            loss: Any = self.compute_loss(self.network, inputs, num_items_in_batch=given[ITEMS])
-        (loss * self._scale if self.loss_scale is not None else loss).backward()
-        gatherer = None if self.master_grad or not self._one_pass else self.zero_at_once or self.master_optimizer
-        return loss.detach(), gatherer.flat_gradients() if gatherer else None
-
-    @cached_property
-    def recorded_passes(self) -> RecordedPasses:
-        """Made at the first step, when the optimizer is there."""
-        weights = [weight for weight in self.network.parameters() if weight.requires_grad]
-        sums = None
-        if not self._one_pass:
-            if self.zero_at_once:
-                weights, sums = self.zero_at_once.weights, self.zero_at_once.gradient_views
-            elif self.master_optimizer:
-                weights, sums = self.master_optimizer.weights, self.master_optimizer.gradient_views
-            else:
-                sums = [torch.zeros_like(weight) for weight in weights]
-        return RecordedPasses(self._passes, weights, sums)
-
-    def _clip_grad_norm(self, model):
-        if self.master_optimizer is None:
-            return super()._clip_grad_norm(model)
-        return self._clip_masters(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and self.master_optimizer is not None:
-            return self._clip_masters(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
-
-    def _clip_masters(self, max_norm: float) -> torch.Tensor:
-        optimizer = self.master_optimizer
-        assert optimizer is not None
-        optimizer.take_gradients(self._gathered)
-        self._gathered = None
-        if self.exchanged_at_once:
-            optimizer.average_gradients()
-        if self.loss_scale is not None:
-            self.loss_scale.unscale_(optimizer)
-        return clip(optimizer, max_norm)
-
-    def trouble(self, what: str) -> str:
-        """A sentence on why the run ends."""
-        raise NotImplementedError
+def to_device(inputs: Inputs, device: torch.device, unused: Iterable[str] = ()) -> Inputs:
+    """`inputs` without the `unused` keys, tensors on `device`; no copy waits for the device."""
+    kept = {name: value for name, value in inputs.items() if name not in unused}
+    return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kept.items()}

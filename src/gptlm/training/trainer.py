@@ -1,163 +1,276 @@
-"""HuggingFace's Trainer with PaddleNLP's data order, schedules and log lines.
+"""`GPTTrainer`, the only subclass of transformers.Trainer in the package.
 
-`stepping.py` adds precision and ZeRO, `saving.py` checkpoints. Overridden here, and why:
-    get_train_dataloader, get_eval_dataloader   order lies in the index; going on starts at the consumed sample
-    evaluation_loop                             samples per second without what fills batches up
-    prediction_step                             the mean over all targets, not of the batches' means
-    create_scheduler                            our schedules
-    get_batch_samples                           the time spent waiting for data
-    log                                         the originals' lines
-    _maybe_log_save_evaluate                    a loss that is no number stops the run before it is saved
+What happens to a batch is in step.py, the loop around it in loop.py. The trainer holds the parts and connects them:
+
+    weights        how weights are kept, scaled, clipped and updated   precision/weights.py
+    grad_sync      how gradients of several processes become one       grad_sync.py
+    runner         how forward and backward run                        step.py, cuda_graphs.py, pipeline_step.py
+    checkpointer   how checkpoints are written and resumed             checkpoint/checkpointer.py
+    progress       where the run is in its data                        progress.py
+    metrics        what an evaluation computes                         metrics/loss.py, metrics/responses.py
+    run_log        what a log line holds                               metrics/run_log.py
+
+Overridden, and why (tests/training/test_trainer.py compares the signatures with the installed transformers):
+
+    _inner_training_loop   the step should be visible, and any part of it replaceable
+    create_optimizer       master weights of half-precision weights
+    create_scheduler       our schedules
+    get_train_dataloader   the order lies in the dataset's index; resuming starts at the consumed sample
+    get_eval_dataloader    fills batches up, so that every process evaluates equally many
+    prediction_step        sums over targets in place of batch means
+    evaluation_loop        samples without those that fill batches up; metrics after the loop
+    log                    log formats
+    save_model             whole weights from every ZeRO stage and parallel layout, written by one process
+    _load_from_checkpoint  the loop restores weights with the optimizer state, in any layout
 """
 
-import logging
-import math
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback
+from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import EvalLoopOutput
 
-from gptlm.checkpoint import folder as checkpoint
-from gptlm.checkpoint.checkpointer import SavingTrainer
-from gptlm.compat.log_lines import FORMATS, Evaluation, Step
-from gptlm.data.epochs import Size
+from gptlm.checkpoint.checkpointer import Checkpointer
+from gptlm.data.collate import FilledCollator, collate_samples, tokens_of
+from gptlm.data.epochs import Epochs, Filled, Size, steps_left
 from gptlm.errors import GptlmError
-from gptlm.training.callbacks import Bookkeeping, OwnDropoutPerRank, PlainProgress, ProgressBar
+from gptlm.parallel.process_groups import Mesh
+from gptlm.training import loop
+from gptlm.training.callbacks import PlainProgress, ProgressBar
+from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
 from gptlm.training.lr_schedule import Schedule
-from gptlm.training.metrics.loss import loss_sum, mean_loss
-from gptlm.training.metrics.memory import gpu_fields, process_fields
-from gptlm.training.metrics.throughput import Throughput, log_line, train_fields
+from gptlm.training.metrics.loss import LossMetrics, TrainLoss
+from gptlm.training.metrics.run_log import RunLog
+from gptlm.training.pipeline_step import PipelineStep
+from gptlm.training.precision.loss_scale import LossScale
+from gptlm.training.precision.master_adamw import MasterWeightAdamW
+from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
+from gptlm.training.progress import EpochProgress, SequentialProgress, position_of
 from gptlm.training.sampler import ConsecutiveBatches
-from gptlm.training.step import ADVICE, FP16_ADVICE, START_ADVICE
+from gptlm.training.step import EagerStep, Inputs, to_device
+from gptlm.upstream.transformers import use_one_gpu
 
-logger = logging.getLogger(__name__)
+UNSUPPORTED = ("fsdp", "auto_find_batch_size", "push_to_hub", "use_liger_kernel")
 
 
-class PretrainTrainer(SavingTrainer):
-    """Trainer for datasets whose order is the training order.
+class GPTTrainer(Trainer):
+    """transformers.Trainer for `GPTLMHeadModel`, alone or with LoRA adapters.
+
+    Stock arguments are enough: `GPTTrainer(model=model, args=TrainingArguments(...), train_dataset=dataset)`, where
+    `dataset` is a sequence of blocks (T + 1 token ids) or of dicts (`input_ids`, optionally `labels` in HuggingFace's
+    convention). Each epoch then reads it in an order of its own. Each part has a default that suits model and `args`.
 
     Args:
-        schedule: learning rate by optimizer update.
-        seq_length: tokens per sample, for the speed in the log.
-        samples_per_epoch: of one pass over the training data; None: as many as the dataset has.
-        consumed_samples, consumed_steps: where the run goes on; 0 for a new one.
-        loss_sum: sum of the losses of the steps before, for the mean over the whole run.
-        steps_without_loss: steps before that are not in `loss_sum`; another library made them.
-        process_memory: add the process's memory to the log line.
-        log_format: whose lines are printed, see log_formats.py.
-        flops_per_sample: floating-point operations of one sample, for a log line.
-        utilisation: share of a device's peak that one token per second is; None: not known.
+        schedule: learning rate by update; None: the one of `args`.
+        mesh: process groups where several processes share a replica of the model.
+
+    Raises:
+        GptlmError: for arguments of transformers that have no effect here.
     """
+
+    model: Any
+    progress: Any
 
     def __init__(
         self,
-        *args: Any,
-        schedule: Schedule,
-        seq_length: int,
-        samples_per_epoch: float | None = None,
-        consumed_samples: int = 0,
-        consumed_steps: int = 0,
-        loss_sum: float = 0.0,
-        steps_without_loss: int = 0,
-        process_memory: bool = False,
-        log_format: str = "paddlenlp",
-        flops_per_sample: float = 0.0,
-        utilisation: float | None = None,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        weights: Float32Weights | None = None,
+        grad_sync: GradSync | None = None,
+        runner: EagerStep | None = None,
+        checkpointer: Checkpointer | None = None,
+        progress: SequentialProgress | EpochProgress | None = None,
+        metrics: LossMetrics | None = None,
+        run_log: RunLog | None = None,
+        schedule: Schedule | None = None,
+        mesh: Mesh | None = None,
+        data_collator: Callable | None = None,
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
-        self.compute_metrics = mean_loss
-        self.schedule = schedule
-        self.start_samples, self.start_step, self.start_loss_sum = consumed_samples, consumed_steps, loss_sum
-        self.loss_sum, self.steps_without_loss = loss_sum, steps_without_loss
-        self.process_memory = process_memory
-        self.log_format, self._title_due = FORMATS[log_format], True
-        self.flops_per_sample = flops_per_sample
-        self.seq_length, self.samples_per_epoch = seq_length, samples_per_epoch
-        self.evaluated_batches = 0
-        self._warned_of_zero = False
-        self.throughput = Throughput(world=self.args.world_size, utilisation=utilisation)
+        dataset = kwargs.get("train_dataset", kwargs.get("eval_dataset"))
+        super().__init__(model, args, FilledCollator(data_collator or collate_samples, dataset), **kwargs)
+        for name in UNSUPPORTED:
+            if getattr(self.args, name):
+                raise GptlmError(f"TrainingArguments: {name} is not supported by GPTTrainer; leave it out")
+        use_one_gpu(self.args)
+        self.mesh, self.schedule = mesh, schedule
+        self.weights = weights or self._default_weights()
+        self.grad_sync = grad_sync or (
+            DeepSpeedSync() if self.is_deepspeed_enabled else default_grad_sync(self.args.world_size)
+        )
+        self.runner = runner or EagerStep()
+        self.checkpointer = checkpointer or Checkpointer(keep=self.args.save_total_limit)
+        self.checkpointer.attach(self.model, self.args, self.processing_class)
+        self.given_progress = self.progress = progress
+        self.metrics = metrics or LossMetrics()
+        self.has_own_metrics = self.compute_metrics is None  # else the user's, from logits
+        if self.has_own_metrics:
+            self.compute_metrics = self.metrics.means
+        self.run_log = run_log or RunLog()
+        self.throughput = self.run_log.start(self.args.world_size)
+        self.train_loss = TrainLoss(self.args.device, None)
+        self.is_zero_loss_logged = False
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.add_callback(PlainProgress() if self.args.disable_tqdm else ProgressBar())
-        self.add_callback(OwnDropoutPerRank(self))
-        self.add_callback(Bookkeeping(self))
+
+    def _default_weights(self) -> Float32Weights:
+        has_scaler = self.accelerator.scaler is not None or (self.is_deepspeed_enabled and self.args.fp16)
+        scale = LossScale() if has_scaler else None
+        if self.is_deepspeed_enabled:
+            return DeepSpeedWeights(scale)
+        is_half = self.model.dtype in (torch.float16, torch.bfloat16)
+        if not is_half or self.optimizer is not None:
+            return Float32Weights(scale)
+        return MasterWeights(scale or (LossScale() if self.model.dtype == torch.float16 else None))
+
+    # Training ---------------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        return loop.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def micro_batch_loss(self, model: Any, inputs: Inputs, num_items: torch.Tensor | None) -> torch.Tensor:
+        """The loss of a micro-batch, as its share of the mean over the step's targets."""
+        with self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        is_scaled = self.loss_is_scaled_for_ga  # set by those who override compute_loss
+        if is_scaled is None:
+            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
+        return loss if is_scaled else loss / self.current_gradient_accumulation_steps
+
+    def inputs_on_device(self, inputs: Inputs) -> Inputs:
+        """A batch on the device. Its targets are there once: a loss function of the user takes `labels`."""
+        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        unused = ("shift_labels",) if has_own_loss else ("labels",) if "shift_labels" in inputs else ()
+        return to_device(inputs, self.args.device, unused)
+
+    def fire(self, event: str) -> None:
+        """Call the callbacks of `event`."""
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is not None or not isinstance(self.weights, MasterWeights):
+            return super().create_optimizer(model)
+        decayed = set(self.get_decay_parameter_names(self.model))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        self.optimizer = MasterWeightAdamW(groups, **self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        if self.lr_scheduler is not None or self.schedule is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        schedule, highest = self.schedule, self.schedule.maximum
+        factor = lambda done: schedule.rate(done + 1) / highest if highest else 1.0  # noqa: E731
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # Where the run is -------------------------------------------------------------------------------------------
+
+    def start_progress(self, manifest: dict[str, Any] | None) -> int:
+        """Begin at a checkpoint's position, or at the first sample; returns the last step of the run."""
+        args, done = self.args, manifest["global_step"] if manifest else 0
+        if self.given_progress is not None:
+            last = args.max_steps
+        else:
+            dataset: Any = self.train_dataset
+            position, batch = position_of(manifest), self.samples_per_step
+            last = args.max_steps
+            if last <= 0:
+                last = done + steps_left(args.num_train_epochs, position, len(dataset), batch)
+            sizes = [Size(1, tokens_of(dataset[0]))] * len(dataset)
+            steps = max(0, last - done)
+            epochs = Epochs(dataset, sizes=sizes, filler=None, batch=batch, steps=steps, seed=args.seed, start=position)
+            self.progress = EpochProgress(epochs)
+        if manifest is not None:
+            self.progress.resume(manifest)
+        return last
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which reads its own samples."""
+        return self.mesh.dims.data if self.mesh else self.args.world_size
 
     @property
     def samples_per_step(self) -> int:
         """The global batch."""
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.replicas
+
+    @property
+    def dropout_seed(self) -> int:
+        """The same for all that split a layer (what they split has random numbers of its own), else different."""
+        if self.mesh is None:
+            return self.args.seed + self.args.process_index
+        return self.args.seed + self.mesh.pipeline_rank * self.mesh.dims.data + self.mesh.data_rank
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps since this start of the run."""
+        return self.state.global_step - self.progress.start_step
 
     @property
     def trained(self) -> Size:
         """Samples and tokens trained since this start of the run."""
-        samples = (self.state.global_step - self.start_step) * self.samples_per_step
-        return Size(samples, samples * self.seq_length)
+        return self.progress.trained(self.steps_done)
 
     @property
-    def consumed_samples(self) -> int:
-        """Training samples used so far, earlier starts of the run included."""
-        return self.start_samples + self.trained.examples
+    def consumed(self) -> Size:
+        """Samples and tokens trained in the whole run."""
+        return self.progress.consumed(self.steps_done)
 
     @property
-    def consumed_tokens(self) -> int:
-        """The tokens of them."""
-        return self.consumed_samples * self.seq_length
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self._get_learning_rate()
 
     @property
-    def passes(self) -> float:
-        """Passes over the training data so far, earlier starts of the run included: `progress_or_epoch`."""
-        dataset: Any = self.train_dataset
-        return self.consumed_samples / (self.samples_per_epoch or len(dataset))
-
-    @property
-    def at_epoch_end(self) -> bool:
-        """Whether the last step ended a pass. Passes of pretraining end between steps, whose batches are whole."""
-        return False
-
-    @property
-    def first_index(self) -> int:
-        """Where in the training dataset this start of the run begins."""
-        return self.start_samples
+    def loss_scale(self) -> LossScale | None:
+        return self.weights.loss_scale
 
     # Data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        accumulation = self.args.gradient_accumulation_steps
+        if self.progress is None:
+            self.start_progress(None)
+        accumulation, progress = self.args.gradient_accumulation_steps, self.progress
+        batches = self.state.max_steps * accumulation
+        done = progress.start_step * accumulation
         return self._loader(
-            self.train_dataset,
-            ConsecutiveBatches(
-                start=self.first_index,
-                batch_size=self.args.per_device_train_batch_size,
-                batches=self.args.max_steps * accumulation,
-                done=self.start_step * accumulation,
-                replica=self.replica,
-                replicas=self.replicas,
-            ),
+            progress.dataset, progress.first_index, self.args.per_device_train_batch_size, batches, done
         )
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]  # type: ignore[index]
         size = self.args.per_device_eval_batch_size
-        self.evaluated_batches = len(dataset) // (size * self.replicas)
+        if not isinstance(dataset, Filled):
+            dataset = Filled(dataset, None, size * self.replicas)
+        self.run_log.evaluated_batches = len(dataset) // (size * self.replicas)
+        return self._loader(dataset, 0, size, self.run_log.evaluated_batches)
+
+    def _loader(self, dataset: Any, start: int, size: int, batches: int, done: int = 0) -> DataLoader:
+        """Consecutive samples from `start` on; a resumed run has read `done` of its `batches`."""
         sampler = ConsecutiveBatches(
-            start=0,
+            start=start,
             batch_size=size,
-            batches=self.evaluated_batches,
-            replica=self.replica,
+            batches=batches,
+            done=done,
+            replica=self.mesh.data_rank if self.mesh else self.args.process_index,
             replicas=self.replicas,
         )
-        return self._loader(dataset, sampler)
-
-    def _loader(self, dataset, sampler: ConsecutiveBatches) -> DataLoader:
         return DataLoader(
             dataset,
             batch_sampler=sampler,
@@ -168,159 +281,50 @@ class PretrainTrainer(SavingTrainer):
             generator=torch.Generator().manual_seed(self.args.seed),
         )
 
-    def evaluation_loop(self, dataloader, *args, **kwargs) -> EvalLoopOutput:
-        output = super().evaluation_loop(dataloader, *args, **kwargs)
-        return output._replace(num_samples=dataloader.dataset.examples)
+    # Evaluation -------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self.has_pipeline:
-            return None, *self.summed_loss(inputs)
+        if not self.has_own_metrics or self.compute_loss_func is not None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self.inputs_on_device(inputs)
+        if isinstance(self.runner, PipelineStep):
+            return None, *self.runner.summed_loss(self.model, inputs)
         with self.compute_loss_context_manager():
-            return None, *loss_sum(model, self._prepare_inputs(inputs))
+            return None, *self.metrics.batch_sums(model, inputs)
 
-    def get_batch_samples(self, *args, **kwargs):
-        started = time.perf_counter()
-        found = super().get_batch_samples(*args, **kwargs)
-        self.throughput.waited(time.perf_counter() - started)
-        return found
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        found = output.metrics or {}
+        more = self.metrics.after_loop(self, found, metric_key_prefix) if self.has_own_metrics else {}
+        samples = getattr(dataloader.dataset, "examples", output.num_samples)
+        return output._replace(metrics=found | more, num_samples=samples)
 
-    # Schedule and state -----------------------------------------------------------------------------------------
-
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        if self.lr_scheduler is None:
-            highest = self.schedule.maximum
-
-            def factor(done: int) -> float:
-                return self.schedule.rate(done + 1) / highest if highest else 1.0
-
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
-
-    def _maybe_log_save_evaluate(self, tr_loss, *args, **kwargs) -> None:
-        if self.control.should_log or self.control.should_save:
-            pending = nested_gather(tr_loss, self.args.parallel_mode).mean().item()
-            self.loss_sum = self.start_loss_sum + self._total_loss_scalar + pending
-            if not math.isfinite(pending):
-                first = self.state.global_step == self.start_step + 1
-                raise GptlmError(self.trouble(f"the loss is {pending}", START_ADVICE if first else ADVICE))
-            if pending == 0.0 and self.control.should_log and not self._warned_of_zero:
-                self._warned_of_zero = True
-                logger.warning(
-                    "the loss has been exactly 0 up to step %d: nothing is learnt; check what the targets are, and the "
-                    "precision",
-                    self.state.global_step,
-                )
-        if self.loss_scale is not None and self.loss_scale.exhausted:
-            raise GptlmError(self.trouble(f"gradients overflow at the lowest loss scale {self.loss_scale.value:g}"))
-        started = time.perf_counter()
-        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
-        self.throughput.exclude(time.perf_counter() - started)
-
-    def trouble(self, what: str, advice: str = ADVICE) -> str:
-        good = [entry for entry in self.state.log_history if math.isfinite(entry.get("loss", math.nan))]
-        last = (
-            f"the last good loss was {good[-1]['loss']} at step {good[-1]['step']}"
-            if good
-            else "no loss was good before"
-        )
-        newest = checkpoint.folders(self.output_dir)
-        where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
-        advice += FP16_ADVICE if self.loss_scale is not None else ""
-        return f"{what} at step {self.state.global_step}, {last}; nothing of this step was saved, {where}; {advice}"
-
-    def mean_loss(self, mean_since_start: float) -> float:
-        """Mean training loss over all steps of the run, from the mean over those since this start."""
-        steps, counted = self.state.global_step - self.start_step, self.state.global_step - self.steps_without_loss
-        return (self.start_loss_sum + mean_since_start * steps) / max(counted, 1)
-
-    # Log --------------------------------------------------------------------------------------------------------
+    # Logs and checkpoints ---------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Note `logs` in the history, hand them to the trackers, and print them in PaddleNLP's words."""
-        gradient_norm = logs.pop("grad_norm", None)
-        loss = logs.get("loss")
-        progress = self.state.epoch or 0.0
-        gpu = self.args.device.type == "cuda"
-        if "loss" in logs:
-            shown = train_fields(
-                logs["loss"],
-                self._get_learning_rate(),
-                self.state.global_step,
-                progress,
-                gpu=gpu_fields() if gpu else {},
-                speed=self.throughput.interval(self.state.global_step, self.trained),
-                process=process_fields(gpu=gpu) if self.process_memory else {},
-            )
-        else:
-            if "train_runtime" in logs:
-                logs |= self._results_of_run(logs["train_loss"], logs["train_runtime"])
-            hidden = ("model_preparation_time", "total_flos")
-            shown = {key: value for key, value in logs.items() if not key.endswith(hidden)}
-            shown["progress_or_epoch"] = round(progress, 4)
-        shown |= self.more_fields(logs)
-        noted = shown if gradient_norm is None else {**shown, "grad_norm": gradient_norm}
+        """Note `logs` in the history, hand them to the callbacks, and print them in the chosen format."""
+        grad_norm = logs.pop("grad_norm", None)
+        shown = self.run_log.fields(self, logs) | self.metrics.log_fields(logs)
+        noted = shown if grad_norm is None else {**shown, "grad_norm": grad_norm}
         self.state.log_history.append({**noted, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
-        if loss is not None and self.log_format.step is not None:
-            self._say_step(self.log_format.step, loss, gradient_norm)
-        elif self.log_format.evaluation is not None and {"eval_loss", "test_loss"} & shown.keys():
-            self._say_evaluation(self.log_format.evaluation, shown)
-        else:
-            logger.info(log_line(shown))
+        self.run_log.print(self, shown, logs.get("loss"), grad_norm)
 
-    def _results_of_run(self, mean_since_start: float, seconds: float) -> dict[str, float]:
-        """What the stock Trainer takes for this start of the run alone, or counts in whole batches."""
-        speed = self.trained.examples / max(seconds, 1e-9)
-        return {"train_loss": self.mean_loss(mean_since_start), "train_samples_per_second": round(speed, 3)}
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.checkpointer.save_model(Path(output_dir or self.args.output_dir or ""))
 
-    def _say_step(self, line: Callable[[Step], str], loss: float, gradient_norm: float | None) -> None:
-        if self._title_due:
-            self._title_due = False
-            for title in self.log_format.title:
-                logger.info(title, extra={"head": self.log_format.head})
-        scale = self.loss_scale
-        samples, tokens = self.throughput.mean
-        step = Step(
-            number=self.state.global_step,
-            last=self.args.max_steps,
-            loss=loss,
-            learning_rate=self._get_learning_rate(),
-            gradient_norm=gradient_norm,
-            loss_scale=scale.value if scale else None,
-            skipped=scale.skipped if scale else 0,
-            seconds=self.throughput.seconds,
-            reading=self.throughput.reading,
-            batch=self.samples_per_step,
-            samples=samples,
-            tokens=tokens,
-            consumed_samples=self.consumed_samples,
-            consumed_tokens=self.consumed_tokens,
-            accumulation=self.args.gradient_accumulation_steps * self.micro_batches,
-            world=self.args.world_size,
-            flops=samples * self.flops_per_sample,
-        )
-        if scale:
-            scale.skipped = 0
-        logger.info(line(step), extra={"head": self.log_format.head})
-
-    def _say_evaluation(self, line: Callable[[Evaluation], str], shown: dict[str, float]) -> None:
-        name = "eval" if "eval_loss" in shown else "test"
-        seconds = shown.get(f"{name}_runtime", 0.0)
-        batches, step = max(self.evaluated_batches, 1), self.state.global_step
-        found = Evaluation(name, step, shown[f"{name}_loss"], batches, max(seconds, 1e-9))
-        for text in line(found).splitlines():
-            logger.info(text, extra={"head": self.log_format.head})
-
-    def more_fields(self, logs: dict[str, float]) -> dict[str, float]:
-        """What a kind of training adds to a log line."""
-        return {}
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            **super()._manifest(),
-            "consumed_samples": self.consumed_samples,
-            "loss_sum": self.loss_sum,
-            "steps_without_loss": self.steps_without_loss,
+    def save_checkpoint(self) -> None:
+        """Write checkpoint-N of the current step."""
+        self.store_flos()
+        fields = {
+            **self.progress.manifest(self.steps_done),
+            "loss_sum": self.train_loss.run_sum,
+            "steps_without_loss": self.train_loss.steps_without_loss,
             "global_batch_size": self.samples_per_step,
         }
+        self.checkpointer.save(self.state, self.optimizer, self.lr_scheduler, self.loss_scale, fields)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Nothing: the loop restores weights with the optimizer state, which exists only then."""

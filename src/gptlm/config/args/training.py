@@ -184,6 +184,10 @@ class TrainingArguments:
     cuda_graphs: bool | None = arg(
         None, "capture forward and backward of a micro-batch as a CUDA graph; unset: if compiled, without communication"
     )
+    flat_grad_sync: bool | None = arg(
+        None,
+        "reduce all gradients once after backward, not in buckets during it; unset: under O2 where that is faster",
+    )
     fp8: bool = arg(False, "float8 matrix products in the layers; needs bf16 and an Ada, Hopper or newer GPU")
     amp_master_grad: bool = arg(False, "O2: accumulate gradients in float32")
     recompute: bool = arg(False, "activation recomputation: drop activations and recompute them in backward")

@@ -1,6 +1,7 @@
-"""What makes a run faster on the machine it meets: compiling, recorded passes, float8."""
+"""What makes a run faster on the hardware it meets: torch.compile, CUDA graphs, flat gradient sync, float8."""
 
 import logging
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,52 +9,66 @@ import torch
 import torch.distributed as dist
 
 from gptlm.config.run import Run
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, named
 from gptlm.kernels.compiling import compile_model, compile_obstacle
 from gptlm.kernels.float8 import convert_to_float8
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
 from gptlm.ranks import local_world_size
 from gptlm.recipes.common.deepspeed import shard_groups
-from gptlm.recipes.common.device import Machine
+from gptlm.recipes.common.device import Device
 from gptlm.upstream.deepspeed import has_flat_grad_sync
 from gptlm.upstream.torch import has_nvlink
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
+FLAT_LIMIT = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
 
 
-def speed_arguments(
+@dataclass(frozen=True)
+class Acceleration:
+    """How gradients are reduced, and how forward and backward run.
+
+    Attributes:
+        flat_grad_sync: one all-reduce or reduce-scatter after backward.
+        cuda_graph: forward and backward of a micro-batch are replayed as a CUDA graph.
+    """
+
+    flat_grad_sync: bool
+    cuda_graph: bool
+
+
+def accelerate(
     run: Run,
-    machine: Machine,
+    device: Device,
     model: GPTLMHeadModel,
     deepspeed: dict[str, Any] | None,
     *,
     compiled: bool,
     uneven: str | None,
     lengths_vary: bool = False,
-) -> dict[str, Any]:
-    """Let `model` be compiled and multiply in float8 as the flags say; what its trainer is made with for speed.
+) -> Acceleration:
+    """Compile `model` and let it multiply in float8 as the flags ask; decide what its trainer does.
 
     Args:
         compiled: the default of --torch_compile on a GPU.
         uneven: why batches differ in shape, if they do.
-        lengths_vary: that is their length.
+        lengths_vary: the sequence length is what differs.
     """
-    stage = stage_of(deepspeed or {})
-    float8_if_wanted(run, model, machine.device, stage=stage)
-    compiled = compile_if_wanted(run, model, machine.device, deepspeed, default=compiled, lengths_vary=lengths_vary)
+    _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
+    compiled = _compile(run, model, device.type, deepspeed, default=compiled, lengths_vary=lengths_vary)
     parameters = model.num_parameters()
     if run.dims.is_model_parallel:
-        parameters = largest_of_all(parameters)  # stages differ, and all have to decide alike
-    at_once = exchanged_at_once(run, machine, parameters, groups=shard_groups(run, deepspeed) is not None)
-    alone = not run.dims.is_model_parallel and (at_once or (run.dims.world == 1 and deepspeed is None))
-    passes = recorded(run, machine.device, compiled=compiled, alone=alone, obstacle=uneven)
-    return {"exchanged_at_once": at_once, "recorded": passes}
+        parameters = largest_of_all(parameters)  # stages differ in size, and all have to decide alike
+    flat = choose_flat_grad_sync(run, device, parameters, groups=shard_groups(run, deepspeed) is not None)
+    if flat:
+        logger.info("flat_grad_sync: gradients are reduced once, after backward (--flat_grad_sync 0: during it)")
+    is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
+    graph = _use_cuda_graph(run, device.type, compiled=compiled, is_local=is_local, obstacle=uneven)
+    return Acceleration(flat, graph)
 
 
-def compile_if_wanted(
+def _compile(
     run: Run,
     model: GPTLMHeadModel,
     device: str,
@@ -62,7 +77,7 @@ def compile_if_wanted(
     default: bool,
     lengths_vary: bool,
 ) -> bool:
-    """Compile blocks and loss as --torch_compile says; unset, on a GPU where that is the `default`.
+    """Compile blocks and loss as --torch_compile asks; unset, on a GPU where that is the `default`.
 
     Returns:
         Whether they are compiled.
@@ -73,7 +88,7 @@ def compile_if_wanted(
     sharded = stage_of(deepspeed or {}) == 3
     obstacle = compile_obstacle(device)
     if sharded and not gathers_whole_blocks(deepspeed or {}):
-        obstacle = "ZeRO stage 3 brings each weight by itself here, as with adapters (stage 2 does not)"
+        obstacle = "ZeRO stage 3 gathers each weight separately here, as with adapters (stage 2 does not)"
     if obstacle is None:
         fused = run.dims.pipeline == 1
         compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
@@ -87,81 +102,117 @@ def compile_if_wanted(
 
 
 def largest_of_all(number: int) -> int:
-    """The largest that a process has of `number`, on all of them."""
+    """The maximum of `number` over all processes, on each of them."""
     numbers = [number] * dist.get_world_size()
     dist.all_gather_object(numbers, number)
     return max(numbers)
 
 
-def exchanged_at_once(run: Run, machine: Machine, parameters: int, *, groups: bool = False) -> bool:
-    """Whether gradients are exchanged in one go after the backward pass, where that is faster than during it.
+def choose_flat_grad_sync(run: Run, device: Device, parameters: int, *, groups: bool = False) -> bool:
+    """Whether gradients are reduced once after backward, as --flat_grad_sync asks; unset, where that is faster.
 
-    It is between cards with NVLink, where the exchange takes some 3 % of a step and what goes on beside a backward
-    pass takes more; and on a CPU, which does one thing at a time. Under ZeRO it costs memory for all gradients, so
-    large models go DeepSpeed's way, bucket by bucket; so do stage 3, offloading, sums in float32, and those with a
-    DeepSpeed configuration of their own. Without replicas there is nothing to exchange and to share, and what is left
-    is its bookkeeping for each weight, which costs more than the passes of a small model.
+    It is between cards with NVLink, where the reduction takes some 3 % of a step and hooks beside a backward pass
+    take more, and on a CPU, which does one thing at a time. Without replicas nothing is reduced, and what remains of
+    DeepSpeed's hooks is its bookkeeping for each weight, which costs more than the passes of a small model.
 
     Args:
         parameters: on the process that has most, the same everywhere.
         groups: replicas share optimizer states in groups.
     """
-    dims, sharding = run.dims, run.parallel.sharding
-    if dims.world == 1 or groups or not machine.half_weights or run.parallel.deepspeed:
+    wanted, obstacle = run.training.flat_grad_sync, _flat_obstacle(run, device, groups=groups)
+    if obstacle is not None:
+        if wanted:
+            logger.warning("--flat_grad_sync has no effect: %s", obstacle)
         return False
-    zero = bool(sharding) or dims.is_model_parallel  # DeepSpeed steps
-    in_float32 = run.training.amp_master_grad
-    if zero and ("stage3" in sharding or "offload" in sharding or (in_float32 and dims.pipeline == 1)):
-        return False
-    if zero and not has_flat_grad_sync(needed=in_float32):
-        return False
-    if dims.data == 1 or in_float32 and dims.pipeline > 1:  # DeepSpeed cannot add a pipeline's up in float32
+    if wanted is not None:
+        return wanted or _needs_flat(run, device)
+    dims = run.dims
+    if dims.data == 1 or _needs_flat(run, device):
         return True
-    if local_world_size() != dims.world or (zero and parameters > AT_ONCE):
+    under_zero = bool(run.parallel.sharding) or dims.is_model_parallel
+    # under ZeRO it costs memory for all gradients, so large models keep DeepSpeed's buckets
+    if local_world_size() != dims.world or (under_zero and parameters > FLAT_LIMIT):
         return False
-    if machine.device != "cpu" and not has_nvlink(dims.world):
-        return False
-    logger.info("gradients are exchanged in one go after the passes")
-    return True
+    return device.type == "cpu" or has_nvlink(dims.world)
 
 
-def recorded(run: Run, device: str, *, compiled: bool, alone: bool, obstacle: str | None = None) -> bool:
-    """Whether the passes of a micro-batch are replayed as a CUDA graph, as --cuda_graphs says; unset, where they can.
+def _flat_obstacle(run: Run, device: Device, *, groups: bool) -> str | None:
+    """Why gradients cannot be reduced once after backward."""
+    dims, sharding = run.dims, run.parallel.sharding
+    if dims.world == 1:
+        return "there is one process"
+    if groups:
+        return "groups of processes shard the optimizer state"
+    if not device.half_weights:
+        return "it needs half-precision weights (--fp16_opt_level O2)"
+    if run.parallel.deepspeed:
+        return "a DeepSpeed configuration file decides how gradients are reduced"
+    if "stage3" in sharding or "offload" in sharding:
+        return f"--sharding {sharding} reduces gradients in its own way"
+    under_zero, needed = bool(sharding) or dims.is_model_parallel, _needs_flat(run, device)
+    if under_zero and run.training.amp_master_grad and not needed:
+        return "DeepSpeed accumulates the gradients of --amp_master_grad"
+    if under_zero and not has_flat_grad_sync(needed=needed):
+        return "the installed DeepSpeed differs from the tested one"
+    return None
+
+
+def _needs_flat(run: Run, device: Device) -> bool:
+    """Whether there is no other way: DeepSpeed cannot accumulate a pipeline's gradients in float32."""
+    return run.training.amp_master_grad and run.dims.pipeline > 1 and device.half_weights
+
+
+def check_flat_grad_sync(run: Run, device: Device) -> None:
+    """Raises UsageError if --flat_grad_sync 0 leaves no correct way to reduce gradients."""
+    if run.training.flat_grad_sync is False and _needs_flat(run, device):
+        raise UsageError(
+            f"{named('flat_grad_sync')} 0: a pipeline with {named('amp_master_grad')} needs flat gradient sync, "
+            "because DeepSpeed cannot accumulate a pipeline's gradients in float32; leave one of them out"
+        )
+
+
+def _use_cuda_graph(run: Run, device: str, *, compiled: bool, is_local: bool, obstacle: str | None = None) -> bool:
+    """Whether forward and backward of a micro-batch are replayed as a CUDA graph, as --cuda_graphs asks.
+
+    Unset, wherever that is possible.
+
 
     Args:
         compiled: whether the blocks are.
-        alone: nothing is exchanged with other processes during the passes.
+        is_local: forward and backward do not communicate with other processes.
         obstacle: why batches differ in shape, if they do.
     """
     wanted = run.training.cuda_graphs
     if device != "cuda":
         obstacle = "there is no GPU"
-    elif not alone:
-        obstacle = "processes exchange data during the passes"
+    elif not is_local:
+        obstacle = "processes communicate during forward and backward"
     elif not compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and wanted is not False:
-        logger.info("the passes of a micro-batch are replayed as a CUDA graph (--cuda_graphs 0: they are not)")
+        logger.info(
+            "forward and backward of a micro-batch are replayed as a CUDA graph (--cuda_graphs 0: they are not)"
+        )
         return True
     if obstacle is not None and wanted:
         logger.warning("--cuda_graphs has no effect: %s", obstacle)
     return False
 
 
-def check_float8(run: Run, machine: Machine) -> None:
+def check_float8(run: Run, device: Device) -> None:
     """Raises UsageError if --fp8 is asked for and cannot be had here."""
     if not run.training.fp8:
         return
     if find_spec("torchao") is None:
         raise UsageError("--fp8 needs torchao, which is not installed: pip install 'gptlm[fp8]'")
-    if machine.device == "cpu":
+    if device.type == "cpu":
         logger.warning("--fp8: a CPU has no float8, its rounding is computed, which is slow")
     elif torch.cuda.get_device_capability() < (8, 9):
         name = torch.cuda.get_device_name()
         raise UsageError(f"{name} has no float8 (Ada, Hopper and newer cards have); leave --fp8 out, use --bf16")
 
 
-def float8_if_wanted(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> None:
+def _use_float8(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> None:
     """Let the blocks' matrix products be float8 ones, with --fp8.
 
     Raises:

@@ -8,12 +8,12 @@ from gptlm.config.run import Run
 from gptlm.config.validate import PIPELINE_STAGE
 from gptlm.errors import UsageError, reason_of
 from gptlm.parallel.zero_config import RunSettings, fill_auto, stage_of, zero_config
-from gptlm.recipes.common.device import Machine, precision_of
+from gptlm.recipes.common.device import Device, precision_of
 
 logger = logging.getLogger(__name__)
 
 
-def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
+def deepspeed_config(run: Run, device: Device) -> dict[str, Any] | None:
     """The complete DeepSpeed configuration of a training run; None where nothing is to be sharded or offloaded.
 
     Raises:
@@ -25,7 +25,7 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     if parallel.deepspeed:
         config, name = _without_sizes(read_deepspeed(parallel.deepspeed)), parallel.deepspeed
         for kind in ("fp16", "bf16"):
-            if getattr(training, kind) and machine.precision != kind:  # which the log says already
+            if getattr(training, kind) and device.precision != kind:  # which the log says already
                 config.setdefault(kind, {})["enabled"] = "auto"
     else:
         words = parallel.sharding.replace(",", " ").replace("_", " ").split()
@@ -39,14 +39,14 @@ def deepspeed_config(run: Run, machine: Machine) -> dict[str, Any] | None:
     if run.dims.pipeline > 1:
         if stage_of(config) > 1:
             raise UsageError(f"{name}: {PIPELINE_STAGE} (it has ZeRO stage {stage_of(config)})")
-        half = training.amp_master_grad and machine.half_weights
+        half = training.amp_master_grad and device.half_weights
         if half and (parallel.deepspeed or "offload_optimizer" in config["zero_optimization"]):
             raise UsageError(
                 f"{name}: with a pipeline, --amp_master_grad goes without offload and without --deepspeed FILE, where "
                 "DeepSpeed would add gradients up in half precision; leave one of them out"
             )
         config.setdefault("zero_optimization", {})["overlap_comm"] = False  # gradients are added up over a whole step
-    config = fill_auto(config, _wanted(run, machine), name)
+    config = fill_auto(config, _wanted(run, device), name)
     if parallel.deepspeed:
         _check_zero(config, name)
     return config
@@ -61,7 +61,7 @@ def check_file(run: Run) -> None:
     if run.parallel.deepspeed:
         training = run.training
         level = training.fp16_opt_level
-        deepspeed_config(run, Machine("cuda", precision_of(training.fp16, training.bf16, level), level))
+        deepspeed_config(run, Device("cuda", precision_of(training.fp16, training.bf16, level), level))
 
 
 def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
@@ -74,15 +74,15 @@ def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
     return degree
 
 
-def _wanted(run: Run, machine: Machine) -> RunSettings:
+def _wanted(run: Run, device: Device) -> RunSettings:
     training, degree = run.training, run.parallel.sharding_parallel_degree
     return RunSettings(
         micro_batch=run.step_batch,
         accumulation=run.step_accumulation,
         replicas=run.dims.data,
         max_grad_norm=training.max_grad_norm,
-        precision=machine.precision,
-        level=machine.level,
+        precision=device.precision,
+        level=device.level,
         fixed_scale=training.loss_scale,
         scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,

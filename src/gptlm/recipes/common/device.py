@@ -1,4 +1,4 @@
-"""The machine a run meets: its device, its precision, its processes."""
+"""The device of a run, its precision, and its process group."""
 
 import gc
 import logging
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gptlm.errors import UsageError
 from gptlm.quiet import deepspeed_without_gpu
 from gptlm.ranks import is_launched
-from gptlm.recipes.common.main_process_first import waits_limited
+from gptlm.recipes.common.main_process_first import explain_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ PEAKS = {  # part of a card's name -> see peak_flops; a name that begins another
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the run uses: "cuda" or "cpu", and "fp16", "bf16" or "fp32" arithmetic.
+class Device:
+    """The device of a run, "cuda" or "cpu", and its arithmetic, "fp16", "bf16" or "fp32".
 
     Half precision is autocast at level O1, half-precision weights at O2.
     """
 
-    device: str
+    type: str
     precision: str
     level: str = "O1"
 
@@ -43,7 +43,7 @@ class Machine:
         return {"fp16": torch.float16, "bf16": torch.bfloat16}[self.precision] if self.half_weights else torch.float32
 
 
-def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machine:
+def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
     """The device and precision that can be had; falling back is said loudly.
 
     Raises:
@@ -55,13 +55,13 @@ def choose_machine(device: str, *, fp16: bool, bf16: bool, level: str) -> Machin
         logger.warning("--device %s: no GPU is visible here, the run goes on the CPU, which is slow", device)
     half = precision_of(fp16, bf16, level)
     if half == "fp32":
-        return Machine(found, "fp32")
+        return Device(found, "fp32")
     if found == "cpu" and (half == "fp16" or wanted != "cpu"):
         logger.warning("--%s: half precision is not used on a CPU, the run is float32", half)
-        return Machine("cpu", "fp32")
+        return Device("cpu", "fp32")
     if found == "cuda" and half == "bf16" and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; use --fp16")
-    return Machine(found, half, level)
+    return Device(found, half, level)
 
 
 def precision_of(fp16: bool, bf16: bool, level: str) -> str:
@@ -69,17 +69,17 @@ def precision_of(fp16: bool, bf16: bool, level: str) -> str:
     return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
 
 
-def peak_flops(machine: Machine) -> float | None:
+def peak_flops(device: Device) -> float | None:
     """Dense operations per second of one card in half precision, by the vendor's data sheet; None: not known."""
-    if machine.device != "cuda" or machine.precision == "fp32":
+    if device.type != "cuda" or device.precision == "fp32":
         return None
     name = torch.cuda.get_device_name()
     return next((peak for card, peak in PEAKS.items() if card in name), None)
 
 
-def use_device(machine: Machine) -> None:
+def use_device(device: Device) -> None:
     """Quieten what looks for accelerators when there is none; say when cards are left idle."""
-    if machine.device == "cpu":
+    if device.type == "cpu":
         deepspeed_without_gpu()
         return
     cards = torch.cuda.device_count()
@@ -92,7 +92,7 @@ def use_device(machine: Machine) -> None:
 
 
 @contextmanager
-def process_group_closed(seconds: int) -> Iterator[None]:
+def close_process_group(seconds: int) -> Iterator[None]:
     """Leave no process group behind: gloo's threads abort the process at exit otherwise.
 
     A wait for other processes that took longer than `seconds`, which the group was made with, becomes a GptlmError.
@@ -101,11 +101,11 @@ def process_group_closed(seconds: int) -> Iterator[None]:
     there before stays: who opened it closes it.
     """
     if dist.is_initialized():
-        with waits_limited(seconds):
+        with explain_timeout(seconds):
             yield
         return
     try:
-        with waits_limited(seconds):
+        with explain_timeout(seconds):
             yield
             if dist.is_initialized():
                 dist.barrier()  # nobody takes the group from under another process

@@ -15,14 +15,14 @@ TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
 LIBRARIES = re.compile("gloo|nccl|c10d|store", re.IGNORECASE)  # which say so in a plain RuntimeError, too
 
 
-def join_by_cpu(seconds: int) -> None:
+def init_gloo(seconds: int) -> None:
     """Join the process group over gloo where a launcher started several processes and none is open yet."""
     if world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 
 @contextmanager
-def waits_limited(seconds: int) -> Iterator[None]:
+def explain_timeout(seconds: int) -> Iterator[None]:
     """A wait for other processes that took longer than `seconds` becomes one sentence.
 
     Raises:
@@ -41,7 +41,7 @@ def waits_limited(seconds: int) -> Iterator[None]:
 
 
 @contextmanager
-def one_first(what: str, seconds: int, *, per_node: bool) -> Iterator[None]:
+def main_process_first(what: str, seconds: int, *, per_node: bool) -> Iterator[None]:
     """Rank 0, or the first rank of each node, goes through the block alone; the others follow when it is done.
 
     They wait for an entry in the store by which the processes found each other: NCCL would end a process that waits

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GPT2Config, PreTrainedTokenizerBase
+from transformers import GPT2Config, PreTrainedTokenizerBase, set_seed
 
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import PretrainRun, Run
@@ -31,7 +31,7 @@ from gptlm.recipes.pretrain.data import data_cache
 logger = logging.getLogger(__name__)
 
 
-def say_start(run: Run, start: Checkpoint | None) -> None:
+def log_weights_source(run: Run, start: Checkpoint | None) -> None:
     """Where the weights of a run come from."""
     if start is not None:
         logger.info("weights from %s", start.path)
@@ -86,6 +86,7 @@ def make_model(
     Raises:
         GptlmError: if weights cannot be loaded.
     """
+    set_seed(run.training.seed)  # random weights depend on the seed alone
     hidden, attention = run.model.hidden_dropout_prob, run.model.attention_probs_dropout_prob
     eos_token_id = tokenizer.eos_token_id if tokenizer else None
     dropouts = (0.1 if hidden is None else hidden, 0.1 if attention is None else attention)

@@ -1,4 +1,4 @@
-"""Where a training run starts: whether its folder can be written, which checkpoint it goes on from, what changed."""
+"""Where a training run starts: the output folder, the checkpoint to resume from, and what has changed since."""
 
 import logging
 import tempfile
@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
@@ -41,7 +42,7 @@ def check_output(flag: str, folder: Path) -> None:
 
 
 @contextmanager
-def output_locked(run: Run) -> Iterator[None]:
+def lock_output(run: Run) -> Iterator[None]:
     """No other run writes into `output_dir` meanwhile; a killed one leaves no lock behind.
 
     Raises:
@@ -57,7 +58,7 @@ def output_locked(run: Run) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise GptlmError(
-            f"another run is writing into {output_dir}; wait for its end, or give another --output_dir"
+            f"another run is writing into {output_dir}; wait until it ends, or give another --output_dir"
         ) from None
     except (NotImplementedError, OSError) as error:
         logger.warning("%s cannot be locked (%s): start no second run there", output_dir, error)
@@ -69,8 +70,8 @@ def output_locked(run: Run) -> Iterator[None]:
             lock.release()
 
 
-def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from; None starts at step 0. `check` raises where one is not of this run's model.
+def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -> Checkpoint | None:
+    """The checkpoint to resume from; None starts at step 0. `check` raises where one is not of this run's model.
 
     Raises:
         GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
@@ -80,30 +81,30 @@ def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]
     if not training.do_train or training.overwrite_output_dir:
         return None
     asked = training.resume_from_checkpoint
-    found: checkpoint.Checkpoint | None
+    found: Checkpoint | None
     if asked and asked.lower() not in ("true", "1", "yes"):
         found = checkpoint.read(_newest_below(Path(asked)))
     else:
-        found, passed_over = checkpoint.newest(output_dir)
-        for reason in passed_over:
-            logger.warning("%s; it is passed over", reason)
-        if found is None and passed_over:
+        found, skipped = checkpoint.newest(output_dir)
+        for reason in skipped:
+            logger.warning("%s; it is skipped", reason)
+        if found is None and skipped:
             raise GptlmError(
-                f"none of the {len(passed_over)} checkpoints in {output_dir} is whole ({passed_over[0]}); mend "
+                f"none of the {len(skipped)} checkpoints in {output_dir} is complete ({skipped[0]}); mend "
                 "or remove them, or start anew with --overwrite_output_dir"
             )
     if found is None:
         if any((output_dir / name).exists() for name in ("model.safetensors", "adapter_model.safetensors")):
             raise GptlmError(
-                f"{output_dir} holds a model but no checkpoint to go on from; give another --output_dir, or "
+                f"{output_dir} holds a model but no checkpoint to resume from; give another --output_dir, or "
                 "--overwrite_output_dir to replace it"
             )
         if asked:
             logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
-    elif found.facts["weights_only"] and not training.ignore_load_lr_and_optim:
+    elif found.manifest["weights_only"] and not training.ignore_load_lr_and_optim:
         raise GptlmError(
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
-            f"--model_name_or_path {found.path} --continue_training and another --output_dir, or go on with "
+            f"--model_name_or_path {found.path} --continue_training and another --output_dir, or resume with "
             "--ignore_load_lr_and_optim"
         )
     else:
@@ -112,16 +113,16 @@ def starting_point(run: Run, check: Callable[[Any, checkpoint.Checkpoint], None]
 
 
 def _newest_below(asked: Path) -> Path:
-    """`asked`, or the newest whole checkpoint in it where it is a folder of them."""
+    """`asked`, or the newest complete checkpoint in it where it is a folder of them."""
     if not asked.is_dir() or (asked / checkpoint.MANIFEST).exists():
         return asked
-    found, passed_over = checkpoint.newest(asked)
-    for reason in passed_over:
-        logger.warning("%s; it is passed over", reason)
+    found, skipped = checkpoint.newest(asked)
+    for reason in skipped:
+        logger.warning("%s; it is skipped", reason)
     return found.path if found else asked
 
 
-def check_shape(run: Run, found: checkpoint.Checkpoint) -> None:
+def check_shape(run: Run, found: Checkpoint) -> None:
     """Raises GptlmError if the checkpoint is of another model than the command's."""
     saved = asdict(shape_of_config(found.path / "config.json"))
     differences = [
@@ -137,21 +138,21 @@ def check_shape(run: Run, found: checkpoint.Checkpoint) -> None:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """What changes the updates to come when a run goes on under other flags."""
+    """What changes the updates to come when a run resumes with other flags."""
     training = run.training
     names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
     more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
     return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
 
 
-def say_changes(start: checkpoint.Checkpoint, facts: dict[str, dict[str, Any]]) -> None:
+def log_changes(resume: Checkpoint, manifest: dict[str, dict[str, Any]]) -> None:
     """One line per value that is not what it was when the checkpoint was written, as far as that was noted."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
-        noted = start.facts.get(kind) or {}
-        for name, value in facts[kind].items():
+        noted = resume.manifest.get(kind) or {}
+        for name, value in manifest[kind].items():
             if name in UNNOTED and noted and name not in noted:
-                logger.info("%s %s", start.path.name, UNNOTED[name])
+                logger.info("%s %s", resume.path.name, UNNOTED[name])
             elif noted and noted.get(name) != value:
                 meant = MEANINGS.get(name, meaning)
                 before, now = shown(noted.get(name)), shown(value)
-                logger.warning("%s was %s in %s, is %s now: %s", name, before, start.path.name, now, meant)
+                logger.warning("%s was %s in %s, is %s now: %s", name, before, resume.path.name, now, meant)

@@ -1,43 +1,74 @@
-"""Steps that every training run takes: its loss scale and schedule, training, evaluating, reporting."""
+"""Builds and runs a training job: what pretraining and fine-tuning share, in the order in which it happens.
+
+check_run -> start_job -> build_trainer -> train -> evaluate -> finish
+"""
 
 import logging
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
+from transformers import TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
 
 from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.checkpointer import Checkpointer
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
 from gptlm.model.build import check_finite
 from gptlm.model.safetensors_io import check_weights
+from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
-from gptlm.recipes.common.acceleration import check_float8
-from gptlm.recipes.common.deepspeed import shard_groups
-from gptlm.recipes.common.device import Machine, choose_machine, use_device
-from gptlm.recipes.common.model import say_start
-from gptlm.recipes.common.resume import check_output, check_shape, say_changes, settings, starting_point
-from gptlm.recipes.common.training_args import tracker_callbacks
+from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
+from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
+from gptlm.recipes.common.device import Device, choose_device, use_device
+from gptlm.recipes.common.model import log_weights_source
+from gptlm.recipes.common.resume import check_output, check_shape, find_resume_checkpoint, log_changes, settings
+from gptlm.recipes.common.training_args import hf_arguments, tracker_callbacks
+from gptlm.training.cuda_graphs import CudaGraphStep
+from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
 from gptlm.training.lr_schedule import Schedule
+from gptlm.training.metrics.loss import LossMetrics
 from gptlm.training.metrics.results import remove_results, write_results
+from gptlm.training.metrics.run_log import RunLog
 from gptlm.training.metrics.throughput import start_logging, table
+from gptlm.training.pipeline_step import PipelineStep
 from gptlm.training.precision.loss_scale import LossScale
-from gptlm.training.trainer import PretrainTrainer
+from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
+from gptlm.training.step import EagerStep
+from gptlm.training.trainer import GPTTrainer
 
 logger = logging.getLogger(__name__)
 
 
-def begin(
+@dataclass(frozen=True)
+class Job:
+    """A run on its device and in its process group.
+
+    Attributes:
+        resume: the checkpoint to resume from; None for a new run.
+        deepspeed: the complete DeepSpeed configuration; None without it.
+        mesh: process groups where several processes share a replica of the model.
+    """
+
+    device: Device
+    resume: checkpoint.Checkpoint | None
+    arguments: HFTrainingArguments
+    deepspeed: dict[str, Any] | None
+    mesh: Mesh | None
+
+
+def check_run(
     run: Run, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
-) -> tuple[checkpoint.Checkpoint | None, Machine]:
-    """The checkpoint to go on from and the machine, after all that can be found out without data and weights.
+) -> tuple[Device, checkpoint.Checkpoint | None]:
+    """The device and the checkpoint to resume from, after all checks that need neither data nor weights.
 
     Args:
         check: raises GptlmError where a checkpoint is not of this run's model.
@@ -49,70 +80,113 @@ def begin(
     check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
-    start = starting_point(run, check)
-    say_start(run, start)
+    resume = find_resume_checkpoint(run, check)
+    log_weights_source(run, resume)
     if run.model.continue_training and run.source.kind == "folder":
         check_weights(Path(run.source.weights or ""))
-    machine = choose_machine(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
-    use_device(machine)
-    check_float8(run, machine)
-    return start, machine
+    device = choose_device(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
+    use_device(device)
+    check_float8(run, device)
+    check_flat_grad_sync(run, device)
+    return device, resume
 
 
-def trainer_arguments(
+def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) -> Job:
+    """Join the process group of a launcher."""
+    deepspeed = deepspeed_config(run, device)
+    if deepspeed is not None:
+        setup_deepspeed(on_cpu=device.type == "cpu")
+    arguments = hf_arguments(run, device, deepspeed)
+    mesh = Mesh(run.dims) if run.dims.is_model_parallel else None
+    return Job(device, resume, arguments, deepspeed, mesh)
+
+
+def build_trainer(
     run: Run,
-    machine: Machine,
-    arguments: HFTrainingArguments,
-    deepspeed: dict[str, Any] | None,
-    start: checkpoint.Checkpoint | None,
-    facts: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """What every kind of trainer is made with, beside its model and data.
+    job: Job,
+    model: Any,
+    acceleration: Acceleration,
+    *,
+    order: dict[str, Any],
+    data_settings: dict[str, Any],
+    flops: dict[str, float | None] | None = None,
+    **given: Any,
+) -> GPTTrainer:
+    """The trainer with the parts that the flags ask for.
 
     Args:
-        facts: "order" and "settings", noted in each checkpoint; what is not as in `start` is said.
+        order: what fixes the sample order, noted in each checkpoint.
+        data_settings: other settings of the data that change the updates to come, noted too.
+        flops: arguments of `RunLog` about the operations of a sample.
+        given: data, metrics, progress and schedule of the recipe.
     """
     training = run.training
-    facts["settings"] = settings(run) | facts.get("settings", {})
-    if start is not None:
-        say_changes(start, facts)
-    return {
-        "args": arguments,
-        "callbacks": tracker_callbacks(run, Path(training.output_dir or "")),
-        "consumed_samples": start.facts["consumed_samples"] if start else 0,
-        "consumed_steps": start.facts["global_step"] if start else 0,
-        "loss_sum": start.facts["loss_sum"] if start else 0.0,
-        "steps_without_loss": start.facts.get("steps_without_loss", 0) if start else 0,
-        "facts": facts,
-        "run_file": run.as_arguments(),
-        "evaluated": run.evaluated,
-        "loss_scale": _loss_scale(run, deepspeed) if machine.precision == "fp16" else None,
-        "master_grad": training.amp_master_grad,
-        "weights_only": training.ignore_load_lr_and_optim,
-        "shard_degree": shard_groups(run, deepspeed),
-        "keep": training.save_total_limit,
-        "process_memory": not training.skip_memory_metrics,
-        "log_format": training.log_format,
-    }
+    given.setdefault("metrics", LossMetrics(run.evaluated))
+    manifest = {"order": order, "settings": settings(run) | data_settings}
+    if job.resume is not None:
+        log_changes(job.resume, manifest)
+    return GPTTrainer(
+        model=model,
+        args=job.arguments,
+        callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
+        mesh=job.mesh,
+        weights=make_weights(run, job),
+        grad_sync=make_grad_sync(run, job, is_flat=acceleration.flat_grad_sync),
+        runner=make_runner(run, job, use_cuda_graph=acceleration.cuda_graph),
+        checkpointer=Checkpointer(
+            manifest=manifest,
+            keep=training.save_total_limit,
+            run_file=run.as_arguments(),
+            weights_only=training.ignore_load_lr_and_optim,
+            mesh=job.mesh,
+            chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
+        ),
+        run_log=RunLog(
+            log_format=training.log_format,
+            process_memory=not training.skip_memory_metrics,
+            **(flops or {}),  # type: ignore[arg-type]
+        ),
+        **given,
+    )
 
 
-def layout_arguments(run: Run, mesh: Mesh | None, machine: Machine) -> dict[str, Any]:
-    """What a trainer is made with where processes share a replica."""
-    if mesh is None:
-        return {}
-    half = machine.precision != "fp32" and not machine.half_weights
-    kind = torch.float16 if machine.precision == "fp16" else torch.bfloat16
-    pipeline = run.dims.pipeline > 1
-    return {
-        "mesh": mesh,
-        "chunks": run.parallel.virtual_pp_degree if pipeline else 1,
-        "micro_batches": run.batch.accumulation if pipeline else 1,
-        "autocast": partial(torch.autocast, machine.device, kind) if half else nullcontext,
-    }
+def make_weights(run: Run, job: Job) -> Float32Weights:
+    """How weights are kept: by DeepSpeed, as half precision with float32 masters (O2), or as float32."""
+    scale = make_loss_scale(run, job.deepspeed) if job.device.precision == "fp16" else None
+    if job.deepspeed is not None:
+        return DeepSpeedWeights(scale)
+    if job.device.half_weights:
+        return MasterWeights(scale, float32_sums=run.training.amp_master_grad)
+    return Float32Weights(scale)
 
 
-def _loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
-    """Of the flags, or of a --deepspeed FILE that speaks of it."""
+def make_grad_sync(run: Run, job: Job, *, is_flat: bool) -> GradSync:
+    if job.deepspeed is not None:
+        groups: dict[str, Any] = {"groups": job.mesh, "shard_degree": shard_groups(run, job.deepspeed)}
+        if is_flat:
+            return FlatZero(float32_sums=run.training.amp_master_grad, **groups)
+        return DeepSpeedSync(has_pipeline=run.dims.pipeline > 1, **groups)
+    if run.dims.world == 1:
+        return GradSync()
+    return FlatAllReduce() if is_flat else DataParallel()
+
+
+def make_runner(run: Run, job: Job, *, use_cuda_graph: bool) -> EagerStep:
+    """How forward and backward run: through a pipeline, as a CUDA graph, or kernel by kernel."""
+    if run.dims.pipeline == 1 or job.mesh is None:
+        return CudaGraphStep() if use_cuda_graph else EagerStep()
+    is_autocast = job.device.precision != "fp32" and not job.device.half_weights
+    dtype = torch.float16 if job.device.precision == "fp16" else torch.bfloat16
+    return PipelineStep(
+        job.mesh,
+        chunks=run.parallel.virtual_pp_degree,
+        micro_batches=run.batch.accumulation,
+        autocast=partial(torch.autocast, job.device.type, dtype) if is_autocast else nullcontext,
+    )
+
+
+def make_loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
+    """The loss scale of the flags, or of the fp16 block of a --deepspeed FILE."""
     training = run.training
     block = {key: value for key, value in (deepspeed or {}).get("fp16", {}).items() if value != "auto"}
     power = block.get("initial_scale_power")
@@ -140,42 +214,50 @@ def schedule(run: Run) -> Schedule:
     )
 
 
-def train(
-    run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None, promise: str | None = None
-) -> dict[str, float]:
-    """Train, save the final model, write results. A run that had reached its last step is only saved again.
+def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) -> dict[str, float]:
+    """Train, save the final model, write results. A run that has reached its last step is only saved again.
 
     Args:
-        promise: where in the data a resumed run goes on; None: at the next sample.
+        position: where in the data a resumed run continues, for the log; None: at the next sample.
     """
-    _clear_output(run, trainer, start)
-    if start is not None and start.facts["global_step"] >= run.training.max_steps:
-        done, wanted = start.facts["global_step"], run.training.max_steps
-        logger.info("%s is at step %d, max_steps is %d: nothing to train", start.path, done, wanted)
-        trainer.restore(start.path)
-        trainer.recall(start.path)
-        trainer.save_final()
+    resume = job.resume
+    _clear_output(run, trainer, resume)
+    if resume is not None and resume.manifest["global_step"] >= run.training.max_steps:
+        done, wanted = resume.manifest["global_step"], run.training.max_steps
+        logger.info("%s is at step %d, max_steps is %d: nothing to train", resume.path, done, wanted)
+        _restore(trainer, resume.path)
+        trainer.checkpointer.save_final()
         return evaluate(trainer, "eval") if run.training.do_eval else {}
-    if start is not None:
-        step, samples = start.facts["global_step"], start.facts["consumed_samples"]
-        same = start.facts["order"] == trainer.facts["order"]
-        promise = promise or ("none of them is read again" if same else "the next ones are taken from the new order")
-        logger.info("resuming from %s: step %d, %d samples consumed, %s", start.path, step, samples, promise)
+    if resume is not None:
+        step, samples = resume.manifest["global_step"], resume.manifest["consumed_samples"]
+        same = resume.manifest["order"] == trainer.checkpointer.manifest["order"]
+        position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
+        logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
-        result = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-    trainer.save_final()
+        result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
+    trainer.checkpointer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
     report(trainer, "train", metrics)
-    evaluation = _evaluation_of_result(trainer)
+    evaluation = _last_evaluation(trainer)
     if evaluation:
         report(trainer, "eval", evaluation)
     return metrics | evaluation
 
 
-def _evaluation_of_result(trainer: PretrainTrainer) -> dict[str, float]:
-    """The noted evaluation of the weights that training ended with; empty if there was none."""
+def _restore(trainer: GPTTrainer, folder: Path) -> None:
+    """Weights and log history of a checkpoint; a converted one may have no history."""
+    trainer.checkpointer.load_weights(folder)
+    history = folder / checkpoint.HISTORY
+    if history.is_file():
+        trainer.state = TrainerState.load_from_json(str(history))
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+
+
+def _last_evaluation(trainer: GPTTrainer) -> dict[str, float]:
+    """The logged evaluation of the weights that training ended with; empty if there was none."""
     step = trainer.state.best_global_step if trainer.args.load_best_model_at_end else trainer.state.global_step
     for entry in reversed(trainer.state.log_history):
         if "eval_loss" in entry and entry["step"] == step:
@@ -183,14 +265,15 @@ def _evaluation_of_result(trainer: PretrainTrainer) -> dict[str, float]:
     return {}
 
 
-def _clear_output(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoint | None) -> None:
-    """Remove what an interrupted save left, and with overwrite_output_dir the old checkpoints; set later ones aside."""
+def _clear_output(run: Run, trainer: GPTTrainer, resume: checkpoint.Checkpoint | None) -> None:
+    """Remove interrupted saves, rename checkpoints newer than the resumed one, with overwrite_output_dir remove all."""
     if not trainer.args.should_save:
         return
     output_dir = Path(run.training.output_dir or "")
     checkpoint.remove_leftovers(output_dir)
-    for left in checkpoint.set_aside(output_dir, start.facts["global_step"]) if start else ():
-        logger.warning("%s is not gone on from; it is called %s now", left.name.removeprefix("left-"), left)
+    for left in checkpoint.set_aside(output_dir, resume.manifest["global_step"]) if resume else ():
+        name = left.name.removeprefix("left-")
+        logger.warning("%s is newer than the resumed checkpoint; renamed to %s", name, left)
     if run.training.overwrite_output_dir:
         remove_results(output_dir)
         for old in checkpoint.folders(output_dir):
@@ -198,7 +281,7 @@ def _clear_output(run: Run, trainer: PretrainTrainer, start: checkpoint.Checkpoi
             shutil.rmtree(old)
 
 
-def evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
+def evaluate(trainer: GPTTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
     """Evaluate and report; `name` is the split, and the prefix of every metric.
 
     Raises:
@@ -206,23 +289,23 @@ def evaluate(trainer: PretrainTrainer, name: str, dataset: Dataset | None = None
     """
     with doing(f"evaluating ({name})"):
         metrics = trainer.evaluate(dataset, metric_key_prefix=name)
-    check_finite(torch.tensor(metrics[f"{name}_loss"]), trainer.network)
+    check_finite(torch.tensor(metrics[f"{name}_loss"]), trainer.model)
     metrics.pop(f"{name}_model_preparation_time", None)
     report(trainer, name, metrics)
     return metrics
 
 
-def report(trainer: PretrainTrainer, name: str, metrics: dict[str, float]) -> None:
+def report(trainer: GPTTrainer, name: str, metrics: dict[str, float]) -> None:
     """Print `metrics` as a table and write them into `name`_results.json and all_results.json."""
     for line in table(name, metrics):
         logger.info("%s", line)
     if trainer.args.should_save:
         folder = Path(trainer.args.output_dir or "")
         with checkpoint.writing(folder / f"{name}_results.json", "the results"):
-            write_results(folder, name, metrics, trainer.evaluated)
+            write_results(folder, name, metrics, trainer.metrics.evaluated)
 
 
-def say_run(run: Run, examples: int, tokens_per_example: int) -> None:
+def log_run(run: Run, examples: int, tokens_per_example: int) -> None:
     """The notes of the command, then the sizes of the run in PaddleNLP's words."""
     training, batch = run.training, run.batch
     for note in run.notes:
@@ -239,8 +322,8 @@ def say_run(run: Run, examples: int, tokens_per_example: int) -> None:
     logger.info("  Total optimization steps = %s", f"{training.max_steps:,}")
 
 
-def finish(run: Run, trainer: PretrainTrainer, metrics: dict[str, float]) -> None:
-    """What is left to write and say when everything is done."""
+def finish(run: Run, trainer: GPTTrainer, metrics: dict[str, float]) -> None:
+    """Write the history of a finished training run, and log where its results are."""
     if not run.training.do_train:
         return
     if trainer.args.should_save:

@@ -15,24 +15,24 @@ from gptlm.config.origin import Origin
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
 from gptlm.quiet import quiet_transformers
-from gptlm.recipes.common.device import Machine
-from gptlm.recipes.common.main_process_first import join_by_cpu
+from gptlm.recipes.common.device import Device
+from gptlm.recipes.common.main_process_first import init_gloo
 from gptlm.upstream.transformers import use_one_gpu
 
 logger = logging.getLogger(__name__)
 
 
-def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
+def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
     """Starts the process group when a launcher started several processes. `deepspeed` shards with that configuration.
 
     Precision: HuggingFace's flags mean autocast without DeepSpeed and half weights with it; the other two cases are
     DeepSpeed's torch_autocast and our master weights, with the flags off.
     """
-    flags = machine.half_weights == (deepspeed is not None)
+    flags = device.half_weights == (deepspeed is not None)
     quiet_transformers()
     training = run.training
-    if machine.device == "cpu":
-        join_by_cpu(training.ddp_timeout)  # transformers passes no time limit to gloo
+    if device.type == "cpu":
+        init_gloo(training.ddp_timeout)  # transformers passes no time limit to gloo
     arguments = TrainingArguments(
         output_dir=training.output_dir,
         per_device_train_batch_size=run.step_batch,
@@ -47,9 +47,9 @@ def hf_arguments(run: Run, machine: Machine, deepspeed: dict[str, Any] | None = 
         max_grad_norm=training.max_grad_norm,
         optim="adamw_torch" if training.optim == "adamw_torch" else "adamw_torch_fused",
         seed=training.seed,
-        use_cpu=machine.device == "cpu",
-        fp16=flags and machine.precision == "fp16",
-        bf16=flags and machine.precision == "bf16",
+        use_cpu=device.type == "cpu",
+        fp16=flags and device.precision == "fp16",
+        bf16=flags and device.precision == "bf16",
         deepspeed=deepspeed,
         eval_strategy=training.evaluation_strategy or "no",
         eval_steps=training.eval_steps,

@@ -20,7 +20,7 @@ from gptlm.data.indexed import content_fingerprint
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
-from gptlm.recipes.common.main_process_first import one_first
+from gptlm.recipes.common.main_process_first import main_process_first
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _whole_split(run: PretrainRun, corpora: list[Corpus], split: str) -> int:
     return math.ceil(max(sizes, default=0))
 
 
-def say_evaluations(run: PretrainRun, corpora: list[Corpus], datasets: Datasets) -> None:
+def log_evaluations(run: PretrainRun, corpora: list[Corpus], datasets: Datasets) -> None:
     """One line per evaluated split: how much of it an evaluation reads, and that nothing is repeated."""
     for split, flag in (("valid", "eval_iters"), ("test", "test_iters")):
         wanted, whole = _wanted(run, split), _whole_split(run, corpora, split)
@@ -115,7 +115,7 @@ def build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
         GptlmError: if ids do not fit the model, a split is too short, one that is needed is empty, or building takes
             longer than `--ddp_timeout`.
     """
-    with one_first("the sample index", run.training.ddp_timeout, per_node=not run.data.share_folder):
+    with main_process_first("the sample index", run.training.ddp_timeout, per_node=not run.data.share_folder):
         return load_or_build_datasets(run, corpora)
 
 
@@ -189,7 +189,7 @@ def _needs_documents(run: PretrainRun) -> bool:
     return run.data.document_masking != "none" or run.data.eod_mask_loss
 
 
-def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[str, Any]:
+def order_manifest(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[str, Any]:
     """What fixes the sample order; a resumed run with other facts would read other samples.
 
     The content is known to rank 0 alone, which notes and compares the facts: other ranks may need no tokens at all.
@@ -210,7 +210,7 @@ def order_facts(run: PretrainRun, dataset: PretrainingDataset | None) -> dict[st
     }
 
 
-def say_data(run: PretrainRun, corpora: list[Corpus]) -> None:
+def log_data(run: PretrainRun, corpora: list[Corpus]) -> None:
     """Whose order is reproduced, and one line per corpus: sequences and tokens of each split."""
     oneflow = "; OneFlow's own C++ shuffle is not reproduced" if run.data.data_order == "megatron" else ""
     logger.info("sample order: %s%s", run.data.data_order, oneflow)
@@ -223,8 +223,8 @@ def say_data(run: PretrainRun, corpora: list[Corpus]) -> None:
         logger.info("data %s (weight %.3g): %s", corpus.tokens.prefix, corpus.weight, counts)
 
 
-def say_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """One warning per corpus whose documents do not end with the end-of-text id; rank 0 looks, as for `order_facts`."""
+def log_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """One warning per corpus whose documents do not end with the end-of-text id; logged by rank 0."""
     if not is_main_process():
         return
     for corpus in corpora:
@@ -233,7 +233,7 @@ def say_missing_ends(run: PretrainRun, corpora: list[Corpus], tokenizer: PreTrai
             logger.warning("%s", problem)
 
 
-def say_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None) -> None:
+def log_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None) -> None:
     """A table of the training data: weight, tokens, samples the run draws, and how often a corpus repeats in them.
 
     More than 4 epochs are warned of: beyond them repeated text is worth less and less (arXiv:2305.16264).

@@ -1,51 +1,44 @@
-"""Pretraining, from a checked run to a saved model: data -> model -> trainer -> train -> save -> metrics."""
+"""Pretraining, from a resolved run to a saved model: data -> model -> trainer -> train -> evaluate."""
 
 import logging
 from pathlib import Path
-from typing import Any
 
-from transformers import set_seed
-
-from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.folder import Checkpoint
 from gptlm.compat.log_lines import flops_per_sample
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.corpora import Corpus, open_corpora
-from gptlm.parallel.deepspeed import setup_deepspeed
-from gptlm.parallel.process_groups import Mesh
 from gptlm.planner.args import sizes_of
-from gptlm.recipes.common.acceleration import speed_arguments
-from gptlm.recipes.common.deepspeed import deepspeed_config
-from gptlm.recipes.common.device import Machine, peak_flops, process_group_closed
+from gptlm.recipes.common.acceleration import accelerate
+from gptlm.recipes.common.device import Device, close_process_group, peak_flops
 from gptlm.recipes.common.model import find_tokenizer, make_model
-from gptlm.recipes.common.resume import output_locked
+from gptlm.recipes.common.resume import lock_output
 from gptlm.recipes.common.training import (
-    begin,
+    build_trainer,
+    check_run,
     evaluate,
     finish,
-    layout_arguments,
-    say_run,
+    log_run,
     schedule,
+    start_job,
     train,
-    trainer_arguments,
 )
-from gptlm.recipes.common.training_args import hf_arguments
 from gptlm.recipes.pretrain.data import (
-    Datasets,
     build_datasets,
     collator,
     evaluated_samples,
-    order_facts,
+    log_blend,
+    log_data,
+    log_evaluations,
+    log_missing_ends,
+    order_manifest,
     samples_per_epoch,
-    say_blend,
-    say_data,
-    say_evaluations,
-    say_missing_ends,
     served,
     steps_per_epoch,
     window,
 )
 from gptlm.training.metrics.results import summary_table
-from gptlm.training.trainer import PretrainTrainer
+from gptlm.training.progress import SequentialProgress
+from gptlm.training.trainer import GPTTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -56,77 +49,71 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can mend, before the model is built wherever that is possible.
     """
-    start, machine = begin(run)
+    device, resume = check_run(run)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    with output_locked(run), process_group_closed(run.training.ddp_timeout):
-        return _run(run, machine, corpora, start)
+    with lock_output(run), close_process_group(run.training.ddp_timeout):
+        # a function of its own: the trainer has to be gone when the process group closes
+        return _run(run, device, resume, corpora)
 
 
-def _run(
-    run: PretrainRun, machine: Machine, corpora: list[Corpus], start: checkpoint.Checkpoint | None
-) -> dict[str, float]:
-    """Everything that needs the process group."""
-    training = run.training
-    deepspeed = deepspeed_config(run, machine)
-    if deepspeed is not None:
-        setup_deepspeed(on_cpu=machine.device == "cpu")
-    arguments = hf_arguments(run, machine, deepspeed)
-    say_data(run, corpora)
+def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: list[Corpus]) -> dict[str, float]:
+    training, data = run.training, run.data
+    job = start_job(run, device, resume)
+
+    log_data(run, corpora)
     datasets = build_datasets(run, corpora)
-    say_blend(run, corpora, datasets["train"])
+    log_blend(run, corpora, datasets["train"])
     tokenizer = find_tokenizer(run, corpora)
-    say_missing_ends(run, corpora, tokenizer)
-    say_evaluations(run, corpora, datasets)
-    say_run(run, run.batch.total * training.max_steps, run.data.max_seq_length)
-    set_seed(training.seed)
-    mesh = Mesh(run.dims) if run.dims.is_model_parallel else None
-    model = make_model(run, tokenizer, deepspeed, mesh)
-    if deepspeed is None:
-        model = model.to(dtype=machine.dtype)  # type: ignore[call-arg]
-    uneven = "documents differ in length" if run.data.document_masking == "attention" else None
-    speed = speed_arguments(run, machine, model, deepspeed, compiled=True, uneven=uneven)
-    trainer = PretrainTrainer(
-        model=model,
-        train_dataset=served(run, mesh, datasets["train"]),
-        eval_dataset=window(run, mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
+    log_missing_ends(run, corpora, tokenizer)
+    log_evaluations(run, corpora, datasets)
+    log_run(run, run.batch.total * training.max_steps, data.max_seq_length)
+
+    model = make_model(run, tokenizer, job.deepspeed, job.mesh)
+    if job.deepspeed is None:  # DeepSpeed converts the weights itself
+        model = model.to(dtype=device.dtype)  # type: ignore[call-arg]
+    uneven = "documents differ in length" if data.document_masking == "attention" else None
+    acceleration = accelerate(run, device, model, job.deepspeed, compiled=True, uneven=uneven)
+
+    train_dataset = served(run, job.mesh, datasets["train"])
+    trainer = build_trainer(
+        run,
+        job,
+        model,
+        acceleration,
+        order=order_manifest(run, datasets["train"]),
+        data_settings={"document_masking": data.document_masking, "eod_mask_loss": data.eod_mask_loss},
+        flops={"flops_per_sample": _flops(run), "utilisation": _utilisation(run, device)},
+        train_dataset=train_dataset,
+        eval_dataset=window(run, job.mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
         data_collator=collator(run),
         processing_class=tokenizer,
         schedule=schedule(run),
-        seq_length=run.data.max_seq_length,
-        samples_per_epoch=samples_per_epoch(datasets["train"]),
-        flops_per_sample=_flops(run),
-        utilisation=_utilisation(run, machine),
-        **speed,
-        **layout_arguments(run, mesh, machine),
-        **trainer_arguments(run, machine, arguments, deepspeed, start, _facts(run, datasets)),
+        progress=SequentialProgress(
+            train_dataset,
+            seq_length=data.max_seq_length,
+            samples_per_step=run.batch.total,
+            samples_per_epoch=samples_per_epoch(datasets["train"]),
+        ),
     )
-    metrics = train(run, trainer, start) if training.do_train else {}
-    metrics |= _evaluate(run, trainer, corpora, datasets)
+
+    metrics = train(run, job, trainer) if training.do_train else {}
+    if training.do_eval and not training.do_train:  # training has evaluated already
+        metrics |= evaluate(trainer, "eval")
+    if training.do_eval or training.do_predict:
+        test = window(run, job.mesh, datasets["test"], evaluated_samples(run, corpora, "test"))
+        if test is None:
+            logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", data.split)
+        else:
+            metrics |= evaluate(trainer, "test", test)
     finish(run, trainer, metrics)
-    _say_summary(run, trainer)
+    if training.do_train and training.log_format == "megatron":
+        _log_summary(run, trainer)
     return metrics
 
 
-def _facts(run: PretrainRun, datasets: Datasets) -> dict[str, dict[str, Any]]:
-    """What is noted in each checkpoint of the samples and how they are read."""
-    masking = {"document_masking": run.data.document_masking, "eod_mask_loss": run.data.eod_mask_loss}
-    return {"order": order_facts(run, datasets["train"]), "settings": masking}
-
-
-def _evaluate(
-    run: PretrainRun, trainer: PretrainTrainer, corpora: list[Corpus], datasets: Datasets
-) -> dict[str, float]:
-    """The validation split where nothing was trained (training has evaluated), then the test split."""
-    training = run.training
-    metrics = evaluate(trainer, "eval") if training.do_eval and not training.do_train else {}
-    return metrics | (_test(run, trainer, corpora, datasets) if training.do_eval or training.do_predict else {})
-
-
-def _say_summary(run: PretrainRun, trainer: PretrainTrainer) -> None:
-    """Megatron's table at the end of a training, in its log format."""
-    if not run.training.do_train or run.training.log_format != "megatron":
-        return
+def _log_summary(run: PretrainRun, trainer: GPTTrainer) -> None:
+    """Megatron's table at the end of a training."""
     name = f"{run.dims.world}p-{Path(run.training.output_dir or '').name}"
     parameters = sizes_of(run).parameters
     history, steps = trainer.state.log_history, trainer.state.global_step
@@ -146,16 +133,7 @@ def _flops(run: PretrainRun) -> float:
     )
 
 
-def _utilisation(run: PretrainRun, machine: Machine) -> float | None:
+def _utilisation(run: PretrainRun, device: Device) -> float | None:
     """Share of a card's peak that one token per second is: 6 N + 12 L H S operations (arXiv 2204.02311, appendix B)."""
-    peak, sizes = peak_flops(machine), sizes_of(run)
+    peak, sizes = peak_flops(device), sizes_of(run)
     return (6 * sizes.parameters + 12 * sizes.layers * sizes.width * sizes.length) / peak if peak else None
-
-
-def _test(run: PretrainRun, trainer: PretrainTrainer, corpora: list[Corpus], datasets: Datasets) -> dict[str, float]:
-    """The final evaluation on the test split, where there is one."""
-    dataset = window(run, trainer.mesh, datasets["test"], evaluated_samples(run, corpora, "test"))
-    if dataset is None:
-        logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", run.data.split)
-        return {}
-    return evaluate(trainer, "test", dataset)

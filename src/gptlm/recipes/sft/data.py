@@ -93,7 +93,7 @@ def _prompts(row: Row) -> list[Prompt]:
     return [Prompt(ids[:place], text, ids[place:]) for place, text in responses if place]
 
 
-def order_facts(run: SftRun, data: SftData) -> dict[str, Any]:
+def order_manifest(run: SftRun, data: SftData) -> dict[str, Any]:
     """What determines the sample order."""
     digest = hashlib.sha256()
     for sample in data.train:

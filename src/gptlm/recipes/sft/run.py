@@ -1,4 +1,4 @@
-"""Fine-tuning, from a checked run to a saved model: tokenizer -> examples -> model -> trainer -> train -> metrics."""
+"""Fine-tuning, from a resolved run to a saved model: tokenizer -> examples -> model -> trainer -> train -> evaluate."""
 
 import logging
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import SftRun, with_epochs_counted
 from gptlm.data.collate import NO_TARGETS
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
@@ -17,15 +17,12 @@ from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
 from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_if_other_base
 from gptlm.model.tokenizer import fit_to_model
-from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.ranks import is_main_process
-from gptlm.recipes.common.acceleration import speed_arguments
-from gptlm.recipes.common.deepspeed import deepspeed_config
-from gptlm.recipes.common.device import Machine, process_group_closed
+from gptlm.recipes.common.acceleration import accelerate
+from gptlm.recipes.common.device import Device, close_process_group
 from gptlm.recipes.common.model import make_model, weights_folder
-from gptlm.recipes.common.resume import check_output, check_shape, output_locked
-from gptlm.recipes.common.training import begin, evaluate, finish, say_run, train, trainer_arguments
-from gptlm.recipes.common.training_args import hf_arguments
+from gptlm.recipes.common.resume import check_output, check_shape, lock_output
+from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.merge_lora import merge
 from gptlm.recipes.sft.data import (
     SftData,
@@ -33,13 +30,14 @@ from gptlm.recipes.sft.data import (
     continuation,
     evaluation_samples,
     load_data,
-    order_facts,
+    order_manifest,
 )
 from gptlm.recipes.sft.sources import find_sources
 from gptlm.recipes.sft.tokenizer import check_added_tokens, check_tokenizer, find_sft_tokenizer
 from gptlm.training.callbacks import EndOfTurn
 from gptlm.training.lr_schedule import Schedule
-from gptlm.training.metrics.responses import SftTrainer
+from gptlm.training.metrics.responses import ResponseMetrics
+from gptlm.training.progress import EpochProgress
 
 logger = logging.getLogger(__name__)
 
@@ -52,27 +50,30 @@ def sft(run: SftRun) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can mend, before the model is built wherever that is possible.
     """
-    start, machine = begin(run, _check_start)
+    device, resume = check_run(run, _check_resume)
     if run.lora.merge_weights and run.lora.lora:
         check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
     sources = find_sources(run)
     tokenizer, new_tokens = find_sft_tokenizer(run)
-    if start is not None:
-        check_tokenizer(start.path, tokenizer)
+    if resume is not None:
+        check_tokenizer(resume.path, tokenizer)
     elif run.lora.lora_path:
         check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
-    run = _with_room_for(run, tokenizer)
-    if start is not None and not run.lora.lora:
-        check_shape(run, start)
+    entries = max(run.shape.vocab_size, len(tokenizer))  # an embedding for every entry of the tokenizer
+    run = replace(run, shape=replace(run.shape, vocab_size=entries))
+    if resume is not None and not run.lora.lora:
+        check_shape(run, resume)
     fit_to_model(tokenizer, run.shape.max_position_embeddings)
     data = load_data(run, sources, tokenizer)
-    position, promise = _position(run, data, start)
+    position, position_text = _position(run, data, resume)
     steps = (len(data.train), run.batch.total)
-    done = start.facts["global_step"] if start else 0
+    done = resume.manifest["global_step"] if resume else 0
     last = done + steps_left(run.training.num_train_epochs, position, *steps)
     run = with_epochs_counted(run, steps_in(*steps), last_step=last)
-    with output_locked(run), process_group_closed(run.training.ddp_timeout):
-        metrics = _run(run, machine, tokenizer, new_tokens, data, start, position, promise)
+    epochs = _epochs(run, data, done, position)
+    with lock_output(run), close_process_group(run.training.ddp_timeout):
+        # a function of its own: the trainer has to be gone when the process group closes
+        metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
@@ -82,92 +83,87 @@ def sft(run: SftRun) -> dict[str, float]:
 
 def _run(
     run: SftRun,
-    machine: Machine,
+    device: Device,
+    resume: Checkpoint | None,
     tokenizer: PreTrainedTokenizerBase,
     new_tokens: list[int],
     data: SftData,
-    start: checkpoint.Checkpoint | None,
-    position: Position,
-    promise: str | None,
+    epochs: Epochs,
+    position_text: str | None,
 ) -> dict[str, float]:
-    """Everything that needs the process group."""
-    deepspeed = deepspeed_config(run, machine)
-    if deepspeed is not None:
-        setup_deepspeed(on_cpu=machine.device == "cpu")
-    arguments = hf_arguments(run, machine, deepspeed)
-    say_run(run, sum(map(len, data.train)), data.tokens_per_sample)
-    set_seed(run.training.seed)
-    model: Any = make_model(run, tokenizer, deepspeed)
+    training = run.training
+    job = start_job(run, device, resume)
+    log_run(run, sum(map(len, data.train)), data.tokens_per_sample)
+
+    model: Any = make_model(run, tokenizer, job.deepspeed)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
     model.generation_config.eos_token_id = ends
     uneven = "examples differ in length"
-    speed = speed_arguments(run, machine, model, deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
+    acceleration = accelerate(run, device, model, job.deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
     if run.lora.lora:
-        model = _with_adapters(run, model, new_tokens, machine)
-        if start is None and run.lora.lora_path:
+        model = _with_adapters(run, model, new_tokens, device)
+        if resume is None and run.lora.lora_path:
             warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
-    if deepspeed is None:
-        model = model.to(dtype=machine.dtype)
-    facts = {"order": order_facts(run, data), "settings": {"zero_padding": run.data.zero_padding}}
-    trainer = SftTrainer(
-        model=model,
-        train_dataset=_epochs(run, data, start, position),
+    if job.deepspeed is None:  # DeepSpeed converts the weights itself
+        model = model.to(dtype=device.dtype)
+
+    trainer = build_trainer(
+        run,
+        job,
+        model,
+        acceleration,
+        order=order_manifest(run, data),
+        data_settings={"zero_padding": run.data.zero_padding},
+        train_dataset=epochs,
         eval_dataset=evaluation_samples(run, data),
         data_collator=collator(run, tokenizer),
         processing_class=tokenizer,
         schedule=_schedule(run),
-        seq_length=data.tokens_per_sample,
-        **speed,
-        continuation=continuation(run, data, tokenizer),
-        **trainer_arguments(run, machine, arguments, deepspeed, start, facts),
+        progress=EpochProgress(epochs),
+        metrics=ResponseMetrics(continuation(run, data, tokenizer), run.evaluated),
     )
     trainer.add_callback(EndOfTurn(ends))
-    metrics = train(run, trainer, start, promise) if run.training.do_train else {}
-    if run.training.do_eval and "eval_loss" not in metrics:
+
+    metrics = train(run, job, trainer, position_text) if training.do_train else {}
+    if training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")
     finish(run, trainer, metrics)
-    if new_tokens and run.lora.lora and run.training.do_train:
+    if new_tokens and run.lora.lora and training.do_train:
         logger.info(
-            "the adapters bring rows for %d added tokens: plain PEFT needs %s before PeftModel.from_pretrained",
+            "the adapters contain rows for %d added tokens: plain PEFT needs %s before PeftModel.from_pretrained",
             len(new_tokens), resize_call(run.shape.vocab_size),
         )  # fmt: skip
     return metrics
 
 
-def _position(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None) -> tuple[Position, str | None]:
-    """Where in its epochs the run goes on, and that in words; the beginning of an epoch where it cannot be told."""
-    if start is None:
+def _position(run: SftRun, data: SftData, resume: Checkpoint | None) -> tuple[Position, str | None]:
+    """Where in its epochs the run continues, and that in words; the beginning of an epoch where it is unknown."""
+    if resume is None:
         return BEGIN, None
-    noted, count = start.facts.get("epoch_position"), len(data.train)
+    noted, count = resume.manifest.get("epoch_position"), len(data.train)
     if noted is None:
-        epoch = start.facts["consumed_samples"] // max(count, 1)
-        return Position(epoch, 0), f"it does not say where in its epoch: epoch {epoch + 1} starts again"
+        epoch = resume.manifest["consumed_samples"] // max(count, 1)
+        return Position(epoch, 0), f"it does not note its position in the epoch: epoch {epoch + 1} starts again"
     position = Position(*noted)
-    if position.place and start.facts["order"] != order_facts(run, data):
-        return Position(position.epoch, 0), f"data or order are not the same: epoch {position.epoch + 1} starts again"
-    return position, f"epoch {position.epoch + 1} goes on after {position.place:,} of its {count:,} samples"
+    if position.place and resume.manifest["order"] != order_manifest(run, data):
+        return Position(position.epoch, 0), f"data or order have changed: epoch {position.epoch + 1} starts again"
+    return position, f"epoch {position.epoch + 1} continues after {position.place:,} of its {count:,} samples"
 
 
-def _epochs(run: SftRun, data: SftData, start: checkpoint.Checkpoint | None, position: Position) -> Epochs:
-    """The training data from `position` on."""
+def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs:
+    """The training data from `position` on; `done` steps are trained."""
     return Epochs(
         data.train,
         sizes=[Size(len(sample), sum(len(row.ids) - 1 for row in sample)) for sample in data.train],
         filler=NO_TARGETS,
         batch=run.batch.total,
-        steps=max(0, run.training.max_steps - (start.facts["global_step"] if start else 0)),
+        steps=max(0, run.training.max_steps - done),
         seed=run.training.seed,
         start=position,
     )
 
 
-def _with_room_for(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> SftRun:
-    """The run with an embedding for every entry of the tokenizer."""
-    entries = max(run.shape.vocab_size, len(tokenizer))
-    return replace(run, shape=replace(run.shape, vocab_size=entries))
-
-
-def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Machine) -> Any:
+def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Device) -> Any:
     lora = run.lora
     set_seed(run.training.seed)  # the same adapters, however the model was filled
     adapted = add_adapters(
@@ -184,7 +180,7 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], machine: Mach
         load_adapters(adapted, Path(lora.lora_path))
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # PEFT makes them float32
-            parameter.data = parameter.data.to(machine.dtype)
+            parameter.data = parameter.data.to(device.dtype)
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in adapted.parameters()]  # ZeRO stage 3's are
     trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)  # empty here
     logger.info(
@@ -214,7 +210,7 @@ def _schedule(run: SftRun) -> Schedule:
     )
 
 
-def _check_start(run: SftRun, found: checkpoint.Checkpoint) -> None:
+def _check_resume(run: SftRun, found: Checkpoint) -> None:
     """Raises GptlmError if the checkpoint is of another kind of fine-tuning than the command's."""
     has_adapters = (found.path / "adapter_config.json").is_file()
     if has_adapters != run.lora.lora:

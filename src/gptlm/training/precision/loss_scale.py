@@ -1,7 +1,6 @@
 """The loss scale of float16: it keeps small gradients above zero, and gives way when large ones overflow."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +55,12 @@ class LossScale:
         torch._foreach_mul_(gradients, 1.0 / self.value)
         self._overflow = bool(gradients) and not math.isfinite(_norm(gradients).item())
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-        """`optimizer.step()` unless the gradients overflowed."""
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """`optimizer.step()` unless the gradients overflowed; whether it was called."""
         self.unscale_(optimizer)
         if not self._overflow:
             optimizer.step()
+        return not self._overflow
 
     def update(self) -> None:
         """Adjust the scale after a step."""

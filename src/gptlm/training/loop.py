@@ -1,0 +1,271 @@
+"""The training loop: the stock loop of transformers 5.24 around `TrainingStep`.
+
+It fires the callback events of the stock loop in its order and keeps the meaning of TrainerState and TrainerControl.
+Differences: an epoch is a pass over the data as `trainer.progress` counts it, resuming needs no replay of the data, a
+NaN or infinite loss ends the run before it is saved, and `logging_nan_inf_filter` therefore has no effect.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerState
+from transformers.integrations.deepspeed import deepspeed_init
+from transformers.integrations.neftune import deactivate_neftune
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+
+from gptlm.checkpoint import folder as checkpoint
+from gptlm.errors import GptlmError
+from gptlm.training.grad_sync import offload_error
+from gptlm.training.metrics.loss import TrainLoss
+from gptlm.training.step import Inputs, TrainingStep
+
+logger = logging.getLogger(__name__)
+
+HISTORY = checkpoint.HISTORY
+ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
+START_ADVICE = (  # no update came before: no learning rate is to blame
+    "it is the loss of the weights that the run starts from: take an earlier checkpoint, or copy their folder again"
+)
+FP16_ADVICE = ", or --bf16 instead of --fp16"
+
+
+def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+    """Train up to the last step; `resume_from` is a checkpoint folder.
+
+    Raises:
+        GptlmError: for a NaN or infinite loss, or gradients that overflow at the lowest loss scale.
+    """
+    args = trainer.args
+    trainer.accelerator.free_memory()
+    manifest = checkpoint.read(Path(resume_from)).manifest if resume_from else None
+    max_steps = trainer.start_progress(manifest)
+    progress = trainer.progress
+    trainer.state = _initial_state(trainer, resume_from, max_steps, trial)
+    dataloader = trainer.get_train_dataloader()
+    step = prepare(trainer, max_steps)
+    if resume_from is not None:
+        trainer.checkpointer.load(Path(resume_from), trainer.optimizer, trainer.lr_scheduler, trainer.loss_scale)
+    handler = trainer.callback_handler
+    handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+    handler.train_dataloader = dataloader
+
+    state, begun = trainer.state, time.time()
+    trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen  # `log` of the stock Trainer reads it
+    trainer.train_loss = TrainLoss(args.device, manifest)
+    last_logged = progress.start_step
+    step.grad_sync.zero_grad()
+    trainer.fire("on_train_begin")
+    torch.manual_seed(trainer.dropout_seed)  # else all replicas would draw the same dropout masks
+    trainer.throughput.restart(state.global_step, progress.trained(0))
+    if args.eval_on_start:
+        trainer._evaluate(trial, ignore_keys, skip_scheduler=True)
+
+    trainer.fire("on_epoch_begin")
+    if resume_from is not None:
+        trainer.checkpointer.load_rng_state(Path(resume_from), trainer.dropout_seed)
+    batches = iter(dataloader)
+    while state.global_step < max_steps:
+        micro_batches = _next_batches(trainer, batches)
+        if not micro_batches:
+            logger.warning("the training data ended at step %d of %d", state.global_step, max_steps)
+            break
+        step(micro_batches, count_targets(trainer, micro_batches), trainer.train_loss.pending)
+        state.global_step += 1
+        done = state.global_step - progress.start_step
+        state.epoch = progress.passes(done)
+        for inputs in micro_batches:
+            trainer.current_flos += float(trainer.floating_point_ops(inputs))
+            trainer._track_num_input_tokens(inputs)
+        trainer.fire("on_step_end")
+        last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
+        is_last = state.global_step >= max_steps or trainer.control.should_training_stop
+        if progress.is_epoch_end(done) or is_last or trainer.control.should_epoch_stop:
+            trainer.fire("on_epoch_end")
+            last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
+            if not is_last:
+                trainer.fire("on_epoch_begin")
+        if is_last or trainer.control.should_training_stop:
+            break
+    return _finish(trainer, begun)
+
+
+def prepare(trainer: Any, max_steps: int) -> TrainingStep:
+    """Wrap the model, make optimizer and schedule, and connect the parts of a step."""
+    if trainer._created_lr_scheduler:  # of an earlier call of `train`
+        trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
+    try:
+        if trainer.is_deepspeed_enabled:  # fills its "auto" values, and calls create_optimizer
+            trainer.optimizer, trainer.lr_scheduler = deepspeed_init(trainer, num_training_steps=max_steps)
+        else:
+            trainer.create_optimizer()
+        sync, weights = trainer.grad_sync, trainer.weights
+        wrapped = sync.wrap(trainer.accelerator, trainer.model, trainer.optimizer, weights)
+    except (AttributeError, ImportError, RuntimeError, OSError) as error:
+        if (found := offload_error(error, trainer.args.deepspeed)) is None:
+            raise
+        raise found from error
+    trainer.model_wrapped, trainer.optimizer = wrapped
+    if trainer.is_deepspeed_enabled:
+        trainer.deepspeed = trainer.model_wrapped  # `evaluation_loop` looks for it
+    weights.start(trainer.model_wrapped, trainer.optimizer)
+    trainer.create_scheduler(num_training_steps=max_steps)
+    trainer.runner.prepare(
+        model=sync.forward_model,
+        network=trainer.model,
+        world_size=trainer.args.world_size,
+        compute_loss=trainer.micro_batch_loss,
+        grad_sync=sync,
+        weights=weights,
+        accumulation=trainer.args.gradient_accumulation_steps,
+    )
+    return TrainingStep(
+        model=trainer.model_wrapped,
+        forward_backward=trainer.runner,
+        grad_sync=sync,
+        weights=weights,
+        scheduler=trainer.lr_scheduler,
+        to_device=trainer.inputs_on_device,
+        max_grad_norm=trainer.args.max_grad_norm,
+        event=trainer.fire,
+    )
+
+
+def _initial_state(trainer: Any, resume_from: str | None, max_steps: int, trial: Any) -> TrainerState:
+    callbacks: list[Any] = [*trainer.callback_handler.callbacks, trainer.control]
+    stateful: Any = [one for one in callbacks if isinstance(one, ExportableState)]
+    state = TrainerState(stateful_callbacks=stateful)
+    history = Path(resume_from or "") / HISTORY
+    if resume_from is not None and history.is_file():
+        state = TrainerState.load_from_json(str(history))
+        if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
+            logger.warning("the best checkpoint so far, %s, is gone; it is ignored", state.best_model_checkpoint)
+            state.best_model_checkpoint = None
+        trainer.state = state
+        trainer._load_callback_state()
+    state.is_hyper_param_search = trial is not None
+    state.train_batch_size = trainer._train_batch_size
+    epochs = math.ceil(trainer.args.num_train_epochs) if trainer.args.max_steps <= 0 else 1
+    state.init_training_references(trainer, max_steps, epochs, trial)
+    state.compute_steps(trainer.args, max_steps)  # a resumed run obeys the intervals of the new command
+    return state
+
+
+def _next_batches(trainer: Any, batches: Iterator[Inputs]) -> list[Inputs]:
+    """The micro-batches of a step; the time spent waiting for them is noted."""
+    started = time.perf_counter()
+    found = [batch for _, batch in zip(range(trainer.args.gradient_accumulation_steps), batches, strict=False)]
+    trainer.throughput.waited(time.perf_counter() - started)
+    trainer.current_gradient_accumulation_steps = len(found)
+    return found
+
+
+def count_targets(trainer: Any, micro_batches: list[Inputs]) -> torch.Tensor | None:
+    """Targets of a step on all processes, a tensor on the device; None where batches have no labels.
+
+    Counted before the copy to the device, so that nothing waits for it.
+    """
+    counts = []
+    for batch in micro_batches:
+        targets = batch["shift_labels"] if "shift_labels" in batch else batch.get("labels")
+        if targets is None:
+            return None
+        shifted = targets if "shift_labels" in batch else targets[..., 1:]  # `labels` alone are shifted in the model
+        counts.append(int((shifted != -100).sum()))
+    total = torch.full((), sum(counts), dtype=torch.int64, device=trainer.args.device)
+    if trainer.args.world_size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def _log_evaluate_save(
+    trainer: Any, step: TrainingStep, last_logged: int, begun: float, trial: Any, ignore_keys: list[str] | None
+) -> int:
+    """What `trainer.control` asks for after a step; returns the last logged step."""
+    control, state, loss = trainer.control, trainer.state, trainer.train_loss
+    pending = None
+    if control.should_log or control.should_save:
+        pending = _mean_of_processes(trainer, loss.pending)  # waits for the device
+        loss.look(pending)
+        _check_loss(trainer, pending)
+    if trainer.loss_scale is not None and trainer.loss_scale.exhausted:
+        raise GptlmError(failure(trainer, f"gradients overflow at the lowest loss scale {trainer.loss_scale.value:g}"))
+    started = time.perf_counter()
+    if control.should_log and state.global_step > last_logged and pending is not None:
+        logs = {"loss": pending / (state.global_step - last_logged)}
+        if (norm := step.weights.grad_norm) is not None:
+            logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
+        logs["learning_rate"] = trainer._get_learning_rate()
+        loss.drain(pending)
+        last_logged = state.global_step
+        trainer.store_flos()
+        trainer.log(logs, begun)
+    if trainer.control.should_evaluate:
+        metrics = trainer._evaluate(trial, ignore_keys)
+        is_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
+        if trainer.args.save_strategy == SaveStrategy.BEST:
+            trainer.control.should_save = is_best
+    if trainer.control.should_save:
+        trainer.save_checkpoint()
+        trainer.fire("on_save")
+    trainer.throughput.exclude(time.perf_counter() - started)
+    return last_logged
+
+
+def _mean_of_processes(trainer: Any, value: torch.Tensor) -> float:
+    return nested_gather(value, trainer.args.parallel_mode).mean().item()
+
+
+def _check_loss(trainer: Any, pending: float) -> None:
+    step = trainer.state.global_step
+    if not math.isfinite(pending):
+        is_first = step == trainer.progress.start_step + 1
+        raise GptlmError(failure(trainer, f"the loss is {pending}", START_ADVICE if is_first else ADVICE))
+    if pending == 0.0 and trainer.control.should_log and not trainer.is_zero_loss_logged:
+        trainer.is_zero_loss_logged = True
+        logger.warning(
+            "the loss has been exactly 0 up to step %d: nothing is trained; check what the targets are, and the "
+            "precision",
+            step,
+        )
+
+
+def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
+    """A sentence on why the run ends, with the last good loss and the newest checkpoint."""
+    good = [entry for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
+    last = (
+        f"the last good loss was {good[-1]['loss']} at step {good[-1]['step']}" if good else "no loss was good before"
+    )
+    newest = checkpoint.folders(Path(trainer.args.output_dir or ""))
+    where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
+    advice += FP16_ADVICE if trainer.loss_scale is not None else ""
+    return f"{what} at step {trainer.state.global_step}, {last}; nothing of this step was saved, {where}; {advice}"
+
+
+def _finish(trainer: Any, begun: float) -> TrainOutput:
+    """The results of the run, and the best model if it is asked for."""
+    state, steps = trainer.state, trainer.state.global_step - trainer.progress.start_step
+    mean = trainer.train_loss.run_mean(_mean_of_processes(trainer, trainer.train_loss.pending), state.global_step)
+    samples = trainer.progress.trained(steps).examples
+    metrics = speed_metrics("train", begun, num_samples=samples, num_steps=steps)
+    trainer.store_flos()
+    metrics |= {"total_flos": state.total_flos, "train_loss": mean}
+    trainer._memory_tracker.stop_and_update_metrics(metrics)
+    trainer.log(metrics)
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        best = state.best_model_checkpoint
+        logger.info("best checkpoint: %s (%s %s)", best, trainer.args.metric_for_best_model, state.best_metric)
+        trainer.checkpointer.load_weights(Path(best))
+    trainer.fire("on_train_end")
+    if trainer.neftune_noise_alpha is not None:
+        deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
+    trainer.is_in_train = False
+    return TrainOutput(state.global_step, mean, metrics)
