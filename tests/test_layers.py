@@ -121,6 +121,10 @@ def test_file_names_tell_the_difference():
     assert [name for name, count in repeated.items() if count > 1] == []
 
 
+def test_functions_that_log_are_named_log():
+    assert lines_with(r"def _?(say|tell)(_|\()", but="") == []
+
+
 def test_scripts_are_thin():
     for file in SCRIPTS.glob("*.py"):
         assert len(file.read_text(encoding="utf-8").splitlines()) <= 30, file.name
