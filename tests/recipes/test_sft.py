@@ -626,9 +626,9 @@ def test_adapters_to_start_from_bring_their_rank_scale_and_places(tune, model, t
     assert (run.lora.lora_rank, run.lora.lora_alpha, run.lora.lora_target_modules) == (2, 5.0, ["c_attn", "c_fc"])
     assert run.sources["lora_rank"].text.endswith("out/adapter_config.json")
     for more, says in (
-        (("--lora_rank", "4"), "lora_rank: the adapters in .*out have 2; leave the flag out"),
-        (("--lora_alpha", "4"), "lora_alpha: the adapters in .*out have 5; leave the flag out"),
-        (("--lora_target_modules", "c_attn"), "lora_target_modules: the adapters in .*out have c_attn c_fc"),
+        (("--lora_rank", "4"), "lora_rank 4: the adapters in .*out have 2; leave the flag out"),
+        (("--lora_alpha", "4"), "lora_alpha 4: the adapters in .*out have 5; leave the flag out"),
+        (("--lora_target_modules", "c_attn"), "lora_target_modules c_attn: the adapters in .*out have c_attn c_fc"),
     ):
         with pytest.raises(UsageError, match=says):
             parse_sft([*words, "--model_name_or_path", str(model), *more], {})
@@ -675,7 +675,7 @@ def test_a_file_cut_in_half_is_named_before_data_is_read(tune, model, tmp_path, 
 def test_an_absurd_rank_is_refused_and_one_mistake_gives_one_message(model):
     argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o", "--lora"]
     for words, says in (
-        (["--lora_rank", "33"], "--lora_rank 33: the matrices have rank 32, more is of no use; give less"),
+        (["--lora_rank", "33"], "--lora_rank 33: the matrices have rank 32; give less"),
         (["--lora_rank", "0"], "--lora_rank 0: expected at least 1"),
     ):
         with pytest.raises(UsageError) as caught:

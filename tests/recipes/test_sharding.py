@@ -223,7 +223,7 @@ def test_float32_sums_of_gradients_train(session):
 
 def test_a_file_that_contradicts_a_flag_is_refused_with_both_values(session):
     error = session[1]["wrong file"]["error"]
-    assert "says gradient_clipping 1.0, --max_grad_norm says 0.5" in error and "'scheduler' block" in error
+    assert "sets gradient_clipping to 1.0, --max_grad_norm is 0.5" in error and "'scheduler' block" in error
     assert "DeepSpeed refuses zero_optimization: " in session[1]["typo"]["error"]
     assert "overlap_com" in session[1]["typo"]["error"]
 

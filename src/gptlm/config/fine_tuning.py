@@ -153,8 +153,8 @@ def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Proble
         if parsed.is_default(flag):
             parsed.set(flag, value, Source(Origin.MODEL, str(folder / ADAPTER_CONFIG)))
         elif (sorted(given) if isinstance(value, list) else given) != value:
-            own = " ".join(value) if isinstance(value, list) else f"{value:g}"
-            problems.append(Problem(flag, f"{shown(given)}: the adapters in {folder} have {own}; leave the flag out"))
+            own, other = ((shown(v) if isinstance(v, list) else f"{v:g}") for v in (value, given))
+            problems.append(Problem(flag, f"{other}: the adapters in {folder} have {own}; leave the flag out"))
     return problems
 
 
