@@ -29,7 +29,7 @@ ALLOWED = {
     # strings of file formats that look like names
     "_base_", "_inherited_", "_replace",
 }  # fmt: skip
-TRAINER_FILES = ("training/trainer.py", "training/loop.py", "training/step.py", "checkpoint/checkpointer.py")
+TRAINER_FILES = ("training/trainer.py", "training/loop.py")
 OWN_METHODS = {"output_loss", "forward", "core_context"}  # of our own modules, replaced when they are compiled or split
 
 
