@@ -16,7 +16,7 @@ from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
 
-LOGGED = "forward and backward are replayed as a CUDA graph"
+LOGGED = "forward and backward of a micro-batch are replayed as a CUDA graph"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -239,10 +239,12 @@ def _check_loss(trainer: Any, pending: float) -> None:
 
 
 def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
-    """A sentence on why the run ends, with the last good loss and the newest checkpoint."""
+    """A sentence on why the run ends, with the last finite loss and the newest checkpoint."""
     good = [entry for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
     last = (
-        f"the last good loss was {good[-1]['loss']} at step {good[-1]['step']}" if good else "no loss was good before"
+        f"the last finite loss was {good[-1]['loss']} at step {good[-1]['step']}"
+        if good
+        else "no loss was finite before"
     )
     newest = checkpoint.folders(Path(trainer.args.output_dir or ""))
     where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
