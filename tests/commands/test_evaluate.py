@@ -65,7 +65,7 @@ def test_megatron_s_command(model):
         *("--tokenizer-type", "--strict-lambada", "--vocab-file", "--merge-file", "--checkpoint-activations"),
         *("--no-load-optim", "--no-load-rng", "--overlapping-eval"),
     }
-    assert "--strict-lambada has no effect here: both measures of LAMBADA are always computed and printed" in notes
+    assert "--strict-lambada has no effect here: both LAMBADA metrics are always printed" in notes
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_fleetx_s_words(parsed, words, task):
         ("--task TEXT --eval_path f --hidden-size 24", "--hidden-size 24: the model .* has 32"),
         ("--task TEXT --eval_path f --num-attention-heads 4", "--num-attention-heads 4: the model .* has 2"),
         ("--task TEXT --eval_path f --max-position-embeddings 9", "--max-position-embeddings 9: the model .* has 64"),
-        ("--task TEXT --eval_path f --tensor-model-parallel-size 2", "a model is not split for evaluation"),
+        ("--task TEXT --eval_path f --tensor-model-parallel-size 2", "evaluation is data-parallel only"),
         ("--task TEXT --eval_path f --overlaping_eval 2", "did you mean --overlapping_eval"),
     ],
 )
