@@ -845,5 +845,5 @@ def test_what_stands_where_by_products_go_costs_no_training(tune, tmp_path, capf
     (tmp_path / "out" / "predictions").write_text("mine")
     metrics, _ = tune("--lora", "--do_eval", "--max_steps", 3, "--generate_num", 1)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file() and "eval_rouge1" in metrics
-    assert "training goes on without them" in "".join(capfd.readouterr())
+    assert "training continues without them" in "".join(capfd.readouterr())
     assert (tmp_path / "out" / "predictions").read_text() == "mine"
