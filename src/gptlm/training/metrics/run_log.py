@@ -10,6 +10,7 @@ from gptlm.training.metrics.throughput import Throughput, log_line, train_fields
 
 logger = logging.getLogger(__name__)
 
+CALLER = 3  # FleetX's line head names the source file: that of the Trainer, two calls up
 HIDDEN = ("model_preparation_time", "total_flos")
 
 
@@ -94,11 +95,11 @@ class RunLog:
         )
         if scale:
             scale.skipped = 0
-        logger.info(line(step), extra={"head": self.format.head})
+        logger.info(line(step), extra={"head": self.format.head}, stacklevel=CALLER)
 
     def _print_evaluation(self, line: Callable[[Evaluation], str], step: int, shown: dict[str, float]) -> None:
         name = "eval" if "eval_loss" in shown else "test"
         seconds = max(shown.get(f"{name}_runtime", 0.0), 1e-9)
         found = Evaluation(name, step, shown[f"{name}_loss"], max(self.evaluated_batches, 1), seconds)
         for text in line(found).splitlines():
-            logger.info(text, extra={"head": self.format.head})
+            logger.info(text, extra={"head": self.format.head}, stacklevel=CALLER)
