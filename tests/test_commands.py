@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptlm.cli import main, see_one_card
+from gptlm.cli import hide_other_gpus, main
 from gptlm.data.indexed import open_tokens
 from tests.config.test_run import README
 from tests.conftest import ROOT, run_script, write_sentence_data
@@ -336,7 +336,7 @@ def test_bad_predictions(work, model, words, code, says, monkeypatch, capsys):
 )
 def test_a_numbered_gpu_is_the_only_visible_one(device, before, after):
     environment = {"CUDA_VISIBLE_DEVICES": before} if before else {}
-    see_one_card(device, environment)
+    hide_other_gpus(device, environment)
     assert environment.get("CUDA_VISIBLE_DEVICES") == after
 
 

@@ -57,7 +57,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
         return None
     if run.launch:  # the command asks for processes that no launcher has started
         return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each process chooses the layout again
-    see_one_card(run.training.device, os.environ)
+    hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         from gptlm.recipes.pretrain.run import pretrain as recipe
 
@@ -71,7 +71,7 @@ def sft(argv: Sequence[str]) -> None:
     if printing:
         _print_run(run)
         return
-    see_one_card(run.training.device, os.environ)
+    hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         from gptlm.recipes.sft.run import sft as recipe
 
@@ -125,7 +125,7 @@ def predict(argv: Sequence[str]) -> None:
     base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
     if arguments.serve and find_spec("gradio") is None:
         raise GptlmError("--serve needs gradio; install it with pip install 'gptlm[serve]'")
-    see_one_card(arguments.device, os.environ)
+    hide_other_gpus(arguments.device, os.environ)
     if arguments.serve:
         from gptlm.recipes.serve import serve
 
@@ -144,7 +144,7 @@ def evaluate(argv: Sequence[str]) -> None:
     processes = world_size()
     arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
     check_readable("eval_path", arguments.eval_path)
-    see_one_card(arguments.device, os.environ)
+    hide_other_gpus(arguments.device, os.environ)
     from gptlm.recipes.evaluate import evaluate as recipe
 
     recipe(arguments, notes)
@@ -315,7 +315,7 @@ def _with_prefix(command: str, text: str) -> str:
     return "\n".join(prefix + line for line in text.splitlines() or [""])
 
 
-def see_one_card(device: str, environment: MutableMapping[str, str]) -> None:
+def hide_other_gpus(device: str, environment: MutableMapping[str, str]) -> None:
     """With `gpu:N` this process sees GPU N only. Must be called before CUDA is initialized."""
     _, _, index = device.partition(":")
     if index:

@@ -206,8 +206,8 @@ def test_defaults_have_the_types_of_their_arguments(mode):
 
 def test_a_note_about_an_alias_is_logged_once():
     run = resolve(f"{MEGATRON} --lr-warmup-iters 30", printing=False)
-    notes = [note for note in with_epochs_counted(run, 10).notes if "--lr-warmup-iters 30 wins" in note]
-    assert notes == ["--lr-warmup-fraction 0.01 has no effect: --lr-warmup-iters 30 wins"]
+    notes = [note for note in with_epochs_counted(run, 10).notes if "--lr-warmup-iters 30 takes precedence" in note]
+    assert notes == ["--lr-warmup-fraction 0.01 has no effect: --lr-warmup-iters 30 takes precedence"]
     assert not any("--warmup_steps" in note for note in with_epochs_counted(run, 10).notes)
 
 
@@ -229,7 +229,7 @@ def test_no_alias_has_two_meanings():
         (f"{MEGATRON} --zero-stage 4", "--zero-stage 4: expected 0 to 3"),
         (f"{MEGATRON} --swiglu", "GPT-2's feed-forward layer is built in"),
         (f"{MEGATRON} --vocab-file gone.json", "--vocab-file gone.json cannot be read"),
-        (MEGATRON.replace("--micro-batch-size 4", "--micro-batch-size 3"), "no multiple of --micro-batch-size 3"),
+        (MEGATRON.replace("--micro-batch-size 4", "--micro-batch-size 3"), "is not a multiple of --micro-batch-size 3"),
         (MEGATRON.replace("--micro-batch-size 4", "--micro-batch-size 0"), "--micro-batch-size 0: expected at least 1"),
         (MEGATRON.replace("--num-layers 24", "--num-layers 0"), "--num-layers 0: expected at least 1"),
         (f"{MEGATRON} --tensor-model-parallel-size 2", "--tensor-model-parallel-size (2) x"),
@@ -271,7 +271,7 @@ def test_the_size_of_a_vocabulary_is_read_from_its_file(tmp_path):
     assert shown(f"{MEGATRON} --vocab-file {tmp_path}/vocab.json --merge-file m")["run"]["vocab_size"] == 1024
 
 
-def test_mixed_arguments_are_logged_and_the_last_one_wins():
+def test_mixed_arguments_are_logged_and_the_last_one_takes_precedence():
     found = shown(f"{MEGATRON} --max_steps 7 --per_device_train_batch_size 2 --lr 3e-4 --learning_rate 2e-4")
     assert (found["run"]["max_steps"], found["run"]["per_device_train_batch_size"]) == (7, 2)
     assert found["run"]["learning_rate"] == 2e-4 and found["from"]["learning_rate"] == "--learning_rate"

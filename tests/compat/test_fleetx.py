@@ -164,7 +164,7 @@ def test_nothing_is_evaluated(show, tmp_path):
             "global_batch_size[60] should be divided by dp_degree[8] times sharding_degree[1]\n"
             "  -o Global.global_batch_size 60 on 8 data-parallel replicas; the nearest that work are 32 and 64",
         ),
-        (["Global.micro_batch_size=3"], "8 samples per replica are no multiple of -o Global.micro_batch_size 3"),
+        (["Global.micro_batch_size=3"], "8 samples per replica is not a multiple of -o Global.micro_batch_size 3"),
         (["Distributed.dp_degree=3"], "unreasonable config of dist_strategy."),
         (["Model.no_recompute_layers=[-1]"], "the min value in no_recompute_layers should >= 0"),
         (["Model.no_recompute_layers=3"], "no_recompute_layers should be a list"),
@@ -300,7 +300,7 @@ def test_the_first_generation(show):
 
 
 def test_a_setting_said_twice_in_the_first_generation(show):
-    """There only the last name of a key counts, and the last one wins."""
+    """There only the last name of a key counts, and the last one takes precedence."""
     found = show(text=FLAT.replace("    weight_decay", "    max_steps: 3\n    weight_decay"), world=1)
     assert found["run"]["max_steps"] == 3
     assert any("set the same value; the last one counts" in note for note in found["notes"])

@@ -63,7 +63,7 @@ def test_what_is_left_open(given, micro, accumulation):
             "is [2]\n  --global_batch_size 65 is not --local_batch_size 8 x 8 data-parallel replicas = 64; give one of "
             "them",
         ),
-        ({"local": 8, "micro": 3}, "local_batch_size 8: 8 samples per replica are no multiple of "),
+        ({"local": 8, "micro": 3}, "local_batch_size 8: 8 samples per replica is not a multiple of "),
         ({"local": 8, "micro": 3}, "per_device_train_batch_size 3; the nearest that work are 6 and 9"),
         ({"total": 64, "micro": 3}, "the nearest that work are 48 and 72"),
         (

@@ -73,7 +73,7 @@ def test_batches_of_the_file(run, config, words, world, sizes):
         ({"gradient_clipping": 1.0}, "--clip-grad 0.5", "sets gradient_clipping to 1.0, --clip-grad is 0.5"),
         ({"train_batch_size": 8}, "--global-batch-size 16", "sets train_batch_size to 8, --global-batch-size is 16"),
         ({"fp16": {"enabled": True}}, "--fp16 0", "sets fp16.enabled to true, --fp16 is false"),
-        ({"fp16": {"enabled": True}}, "--bf16", "At most one of fp16 and bf16"),
+        ({"fp16": {"enabled": True}}, "--bf16", "exclude each other; give one"),
         ({"fp16": {"hysteresis": 2}}, "--hysteresis 4", "sets fp16.hysteresis to 2, --hysteresis is 4"),
         ({"scheduler": {"type": "x"}}, "", "ds.json has a 'scheduler' block"),
         ({"train_batch_size": "many"}, "", "train_batch_size is 'many'; expected a whole number"),

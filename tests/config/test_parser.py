@@ -38,7 +38,7 @@ def test_bare_switches_and_their_negation():
     assert values("--fp16", "--no_fp16")["fp16"] is False
 
 
-def test_the_last_one_wins():
+def test_the_last_one_takes_precedence():
     assert values("--max_grad_norm", "1.0", "--seed", "1", "--max_grad_norm", "0.0")["max_grad_norm"] == 0.0
 
 
@@ -83,7 +83,7 @@ def test_an_unambiguous_prefix_is_accepted_and_logged():
         (["--output_dir", "a", "b"], "unexpected word 'b'"),
         (["stray"], "unexpected word 'stray'"),
         (["-x", "1"], "unexpected word '-x'"),
-        (["--no_seed"], "no switch"),
+        (["--no_seed"], "is not a boolean flag"),
         (["--sep_parallel_degree", "2"], "segment parallelism"),
         (["--sep_parallel_degree", "2"], "segment parallelism"),
         (["missing.json"], "missing.json cannot be read"),

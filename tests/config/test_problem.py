@@ -107,9 +107,9 @@ def test_all_problems_at_once():
         parse_pretrain([*words.split(), "--zero_stage", "7", "--world_size", "0"], {}, printing=False)
     text = str(error.value)
     for said in (
-        "--world_size 0 goes with --print_config only",
+        "--world_size 0 works only with --print_config",
         "--model_name_or_path 'nowhere' is neither",
-        "At most one of fp16 and bf16",
+        "--fp16 and --bf16 exclude each other",
         "--output_dir is missing",
         "--max_steps 0: expected",
         "--zero_stage 7: expected 0 to 3",
@@ -118,7 +118,7 @@ def test_all_problems_at_once():
     with pytest.raises(UsageError) as error:
         parse_pretrain(words.split(), {"WORLD_SIZE": "4"})
     assert "--tensor_parallel_degree (3) x --pipeline_parallel_degree (1) = 3 does not divide" in str(error.value)
-    assert "At most one of fp16 and bf16" in str(error.value) and "'nowhere'" in str(error.value)
+    assert "--fp16 and --bf16 exclude each other" in str(error.value) and "'nowhere'" in str(error.value)
 
 
 def test_all_problems_of_fine_tuning_at_once():
@@ -126,7 +126,7 @@ def test_all_problems_of_fine_tuning_at_once():
     with pytest.raises(UsageError) as error:
         parse_sft(words.split(), {"WORLD_SIZE": "4"})
     for said in (
-        "At most one",
+        "--bf16 exclude each other",
         "'nowhere'",
         "--src_length 0",
         "--lora_rank 0",
@@ -181,4 +181,6 @@ def test_paddlenlp_s_own_argument_files_run(tmp_path, rate):
 def test_all_problems_of_a_plan_at_once():
     with pytest.raises(UsageError) as error:
         parse_plan("--num_gpus 0 --bf16 --fp16 --max_steps 0".split())
-    assert [said in str(error.value) for said in ("--num_gpus 0", "At most one", "--max_steps 0")] == [True] * 3
+    assert [said in str(error.value) for said in ("--num_gpus 0", "--bf16 exclude each other", "--max_steps 0")] == [
+        True
+    ] * 3

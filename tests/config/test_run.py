@@ -110,11 +110,11 @@ def test_layouts_that_cannot_be(flags, world, says):
 @pytest.mark.parametrize(
     ("flags", "world", "says"),
     [
-        ("", 1, "give --bf16 with it"),
-        ("--fp16", 1, "give --bf16 with it"),
-        ("--bf16 --fp16_opt_level O0", 1, "give --bf16 with it"),
-        ("--bf16 --tensor_parallel_degree 2", 2, "without tensor and pipeline parallelism"),
-        ("--bf16 --pipeline_parallel_degree 2", 2, "without tensor and pipeline parallelism"),
+        ("", 1, "needs --bf16"),
+        ("--fp16", 1, "needs --bf16"),
+        ("--bf16 --fp16_opt_level O0", 1, "needs --bf16"),
+        ("--bf16 --tensor_parallel_degree 2", 2, "does not work with tensor and pipeline parallelism"),
+        ("--bf16 --pipeline_parallel_degree 2", 2, "does not work with tensor and pipeline parallelism"),
         ("--bf16 --sharding stage3", 2, "use stage1 or stage2"),
         ("--bf16 --hidden_size 1000 --num_attention_heads 10", 1, "needs a multiple of 16"),
     ],
@@ -156,17 +156,17 @@ def test_sharding_in_smaller_groups():
 def test_the_world_comes_from_the_launcher():
     run = parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "4"})
     assert (run.dims.world, run.dims.data, run.sources["world_size"].text) == (4, 4, "WORLD_SIZE")
-    refused(BASE + "--world_size 4", "print_config only")
+    refused(BASE + "--world_size 4", "works only with --print_config")
     with pytest.raises(UsageError, match="WORLD_SIZE.*'abc'"):
         parse_pretrain(shlex.split(BASE), {"WORLD_SIZE": "abc"})
-    refused(BASE + "--device gpu:1", "one card, there are 2 processes", world=2)
+    refused(BASE + "--device gpu:1", "one GPU for 2 processes", world=2)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--tensor_parallel_degree 2", "torchrun --nproc_per_node 2"),
-        ("--fp16 --bf16", "At most one of fp16 and bf16"),
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
         ("--device npu", "'npu'"),
         ("--report_to tensorbord", "tensorbord"),
         ("--split 1;2", "split"),
@@ -243,7 +243,9 @@ def test_warm_up():
     assert resolve(BASE + "--warmup_ratio 0.05")["run"]["warmup_steps"] == 5
     assert resolve(BASE + "--warmup_rate 0.05 --decay_steps 40")["run"]["warmup_steps"] == 2
     found = resolve(BASE + "--warmup_ratio 0.05 --warmup_steps 30")
-    assert found["run"]["warmup_steps"] == 30 and any("warmup_steps 30 wins" in note for note in found["notes"])
+    assert found["run"]["warmup_steps"] == 30 and any(
+        "warmup_steps 30 takes precedence" in note for note in found["notes"]
+    )
 
 
 def test_flags_of_training_without_do_train_are_named():
@@ -321,7 +323,9 @@ def test_shares_of_the_run_are_those_of_transformers(tmp_path, steps, share, kno
 def test_a_share_of_warm_up_wins_over_a_ratio_as_steps_do():
     found = resolve(BASE + "--warmup_steps 0.2 --warmup_ratio 0.05")
     assert found["run"]["warmup_steps"] == 20 and found["from"]["warmup_steps"] == "derived: 0.2 x max_steps 100"
-    assert any("warmup_ratio 0.05 has no effect: --warmup_steps 0.2 wins" in note for note in found["notes"])
+    assert any(
+        "warmup_ratio 0.05 has no effect: --warmup_steps 0.2 takes precedence" in note for note in found["notes"]
+    )
 
 
 def test_steps_are_whole_numbers_or_shares():

@@ -44,9 +44,9 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     for content, reason in (
         (whole[:-1], f"it has {len(whole) - 1} bytes, its header says {len(whole)}"),
         (whole + b"x", f"it has {len(whole) + 1} bytes"),
-        (b"", "its header is no list of tensors"),
+        (b"", "its header is not a list of tensors"),
         (whole[:12], "it has 12 bytes"),
-        (struct.pack("<Q", 4) + b"null", "its header is no list of tensors"),
+        (struct.pack("<Q", 4) + b"null", "its header is not a list of tensors"),
         (struct.pack("<Q", len(header)) + header + bytes(4), "cannot be read: .*header"),
     ):
         path.write_bytes(content)

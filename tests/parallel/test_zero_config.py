@@ -85,7 +85,7 @@ def test_precision(precision, level, fp16, bf16, autocast):
         ({"zero_optimization": {"stage": 5}}, "stage is 5; expected 1, 2 or 3"),
         ({"zero_optimization": [2]}, "zero_optimization is [2]; expected an object"),
         ({"fp16": True}, "fp16 is True; expected an object"),
-        ({"gradient_clippping": 3}, "gradient_clippping is no key of DeepSpeed; did you mean gradient_clipping?"),
+        ({"gradient_clippping": 3}, "gradient_clippping is not a key of DeepSpeed; did you mean gradient_clipping?"),
         ({"scheduler": {"type": "WarmupLR"}}, "'scheduler' block"),
         ({"zero_optimization": {"stage": 0}}, "half precision needs ZeRO stage 1, 2 or 3"),
     ],

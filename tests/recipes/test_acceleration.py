@@ -66,7 +66,7 @@ def test_flat_where_a_pipeline_accumulates_in_float32():
     flags = "--pipeline_parallel_degree 2 --gradient_accumulation_steps 2 --amp_master_grad"
     assert decided(flags, here="1") and decided(flags, world=4, here="2", parameters=FLAT_LIMIT + 1)
     run = parse_pretrain(shlex.split(f"{BASE}{flags} --sharding stage1 offload"), {"WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="with a pipeline, --amp_master_grad goes without offload"):
+    with pytest.raises(UsageError, match="with a pipeline, --amp_master_grad does not work with offload"):
         deepspeed_config(run, HALF)
 
 

@@ -864,13 +864,13 @@ def test_an_evaluation_of_many_passes_is_one_over_the_split(train, tmp_path, cap
         assert said.count(f"{line}each of its {count} samples is evaluated once, the loss is that of the split") == 1
 
 
-def test_a_blend_is_evaluated_until_all_corpora_are_through(train, tmp_path, capsys):
+def test_a_blend_is_evaluated_until_each_corpus_has_been_read(train, tmp_path, capsys):
     """Weights repeat the smaller corpus: that no sample comes twice cannot be had, and the line says why."""
     small, large = (write_tokens(tmp_path / name, documents=n) for name, n in (("small", 10), ("large", 40)))
     train("--eval_iters", "100000", data=f"0.5 {small} 0.5 {large}")
     tokens = max(corpus.token_count("valid") for corpus in open_corpora(f"0.5 {small} 0.5 {large}", "80,10,10"))
     count = 2 * ((tokens - 1) // 16)
-    assert f"would be read: it ends after {count}, when all corpora are through" in capsys.readouterr().out
+    assert f"would be read: the evaluation stops after {count} samples, when every corpus" in capsys.readouterr().out
 
 
 def test_an_evaluation_of_less_than_a_pass_says_its_share(train, capsys):

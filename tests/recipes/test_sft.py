@@ -807,7 +807,7 @@ def test_adapters_with_added_tokens_in_plain_peft(tune, model, tmp_path, capfd):
 @pytest.mark.parametrize("token", ["", '["<a>", "<b>"]'])
 def test_added_tokens_are_words(model, token):
     argv = ["--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
-    with pytest.raises(UsageError, match="additional_special_tokens .* is no token; give each as a word of its own"):
+    with pytest.raises(UsageError, match="additional_special_tokens .* is not a token; separate tokens with blanks"):
         parse_sft([*argv, "--additional_special_tokens", token], {})
 
 

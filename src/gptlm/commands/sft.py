@@ -22,7 +22,7 @@ from gptlm.config.problem import Problem
 from gptlm.config.run import SftRun, refusals_of, resolve, tried
 from gptlm.config.validate import fine_tuning_refusals
 
-REPLICAS = "fine-tuning is data-parallel only; --sharding stage3 is for models that do not fit on one card"
+REPLICAS = "fine-tuning is data-parallel only; --sharding stage3 is for models that do not fit on one GPU"
 FIXED = {  # arguments of training that fine-tuning leaves no choice in
     "continue_training": "always on, fine-tuning starts from a model's weights",
     "do_predict": "no effect, fine-tuning data has no test split",

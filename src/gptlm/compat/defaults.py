@@ -23,7 +23,7 @@ EVALUATES = ("eval_freq",)  # aliases from scripts that always evaluate: their i
 
 @dataclass(frozen=True, kw_only=True)
 class CompatArguments:
-    """The library whose command it is, and its arguments that others follow from."""
+    """Compatibility with other libraries."""
 
     compat: str | None = arg(
         None, "whose defaults, schedule and log lines to use; unset: follows from the arguments", choices=MODES
@@ -33,11 +33,11 @@ class CompatArguments:
     )
     vocab_file: str | None = arg(None, "vocab.json, for the size of the vocabulary")
     zero_stage: int | None = arg(None, "0 to 3: sharding stage1 to stage3, 0 for none", ge=0, le=3)
-    reset_position_ids: bool = arg(False, "document_masking position")
-    reset_attention_mask: bool = arg(False, "document_masking attention")
+    reset_position_ids: bool = arg(False, "same as document_masking position")
+    reset_attention_mask: bool = arg(False, "same as document_masking attention")
     load: str | None = arg(None, "folder whose newest checkpoint the run resumes from; none there: it starts at step 0")
     num_gpus_per_node: int | None = arg(None, "processes on each node; started here if no launcher did")
-    num_nodes: int = arg(1, "nodes, each of which gets the same command")
+    num_nodes: int = arg(1, "number of nodes; start the same command on each")
     node_ips: str | None = arg(None, "addresses of the nodes, the first is the master's", words=True)
     metric_print_format: str = arg("table", "form of OneFlow's log line", choices=("normal", "table"))
 

@@ -75,7 +75,7 @@ def solve(given: Mapping[str, int], *, replicas: int, sharding: int = 1, micro: 
 def _split(local: int, given: Mapping[str, int], replicas: int, by_total: bool) -> Batch:
     """Micro-batch and accumulation of a local batch."""
     whole = (
-        f"{named('global_batch_size')} {local * replicas} on {replicas} replicas"
+        f"{named('global_batch_size')} {local * replicas} on {replicas} replica{'s' if replicas > 1 else ''}"
         if by_total
         else f"{named('local_batch_size')} {local}"
     )
@@ -91,7 +91,7 @@ def _split(local: int, given: Mapping[str, int], replicas: int, by_total: bool) 
     if local % known:
         unit = known * replicas if by_total else known
         near = _nearest(local * replicas if by_total else local, unit)
-        raise UsageError(f"{whole}: {local} samples per replica are no multiple of {named(name)} {known}; {near}")
+        raise UsageError(f"{whole}: {local} samples per replica is not a multiple of {named(name)} {known}; {near}")
     other = local // known
     return Batch(known, other, replicas) if size is not None else Batch(other, known, replicas)
 

@@ -30,12 +30,12 @@ def derive_world(parsed: Parsed, environment: Mapping[str, str], printing: bool)
     """The number of processes, which the launcher sets; with --print_config an argument.
 
     Raises:
-        UsageError: if it is given elsewhere, or is no number.
+        UsageError: if it is given elsewhere, or is not a positive number.
     """
     parallel = parsed[ParallelArguments]
     if parallel.world_size is not None and not printing:
         raise UsageError(
-            f"{named('world_size')} {parallel.world_size} goes with --print_config only; the launcher sets the "
+            f"{named('world_size')} {parallel.world_size} works only with --print_config; the launcher sets the "
             "number of processes: torchrun --nproc_per_node N SCRIPT ..."
         )
     if parallel.world_size is None:
@@ -209,13 +209,16 @@ def derive_schedule(parsed: Parsed) -> None:
 
 
 def _derive_warmup(parsed: Parsed, training: TrainingArguments, steps: int) -> TrainingArguments:
+    """Warm-up steps. Called before and after `max_steps` is known, as fractions need it."""
     warmup, ratio, fraction = training.warmup_steps, training.warmup_ratio, training.warmup_fraction
     if warmup > 0 and parsed.sources["warmup_steps"].origin is Origin.DERIVED:
         return training  # from a call before max_steps was known
     if warmup > 0:
         for name, value in (("warmup_ratio", ratio), ("warmup_fraction", fraction)):
             if value:
-                parsed.note(f"{named(name)} {value:g} has no effect: {named('warmup_steps')} {warmup:g} wins")
+                parsed.note(
+                    f"{named(name)} {value:g} has no effect: {named('warmup_steps')} {warmup:g} takes precedence"
+                )
         if warmup < 1:
             return parsed.put(replace(training, warmup_steps=math.ceil(steps * warmup)), _share(warmup, steps))
     elif ratio:

@@ -88,7 +88,7 @@ def as_texts(value: object) -> tuple[str, ...]:
 
 
 def read_arguments(argv: list[str], read_sections: ReadSections | None, known: set[str]) -> Arguments:
-    """The arguments of `argv`. Those of the file it names come first, so that the command line wins.
+    """The arguments of `argv`. Those of the file it names come first, so that the command line takes precedence.
 
     Args:
         read_sections: reads a FleetX configuration; None: the command takes none.
@@ -207,7 +207,7 @@ def load_yaml(path: str) -> Tree:
     """The mapping in a YAML file, each value with its line.
 
     Raises:
-        UsageError: if it cannot be read, or is no mapping.
+        UsageError: if it cannot be read, or is not a mapping.
     """
     shown = str(path).removeprefix(f"{resources.files('gptlm')}/")
     try:

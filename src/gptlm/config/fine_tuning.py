@@ -198,7 +198,7 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
         )
     for token in data.additional_special_tokens:
         if not token.strip() or token.startswith('["'):
-            yield Problem("additional_special_tokens", f"{token!r} is no token; give each as a word of its own")
+            yield Problem("additional_special_tokens", f"{token!r} is not a token; separate tokens with blanks")
     if lora.merge_weights and lora.lora and not training.do_train:
         output = training.output_dir or "OUTPUT_DIR"
         yield Problem(
@@ -215,7 +215,7 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
             "lora_target_modules", f"{shown(lora.lora_target_modules)}: expected some of c_attn, c_proj, c_fc"
         )
     if training.fp8 and lora.lora:
-        yield Problem("fp8", "goes without lora: adapters are small, and their products too")
+        yield Problem("fp8", f"does not work with {named('lora')}: adapters are small, and so are their products")
     if parsed[ParallelArguments].auto_parallel:
         yield Problem(
             "auto_parallel", "chooses layouts of pretraining; fine-tuning is data-parallel only, leave it out"

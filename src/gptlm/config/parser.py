@@ -1,7 +1,8 @@
 """Arguments as written become typed values of known arguments, each with its source.
 
 A name is one of our arguments, or an alias of compat/ that is renamed, ignored or refused, or it is an error that
-suggests the nearest known name. All errors are reported together.
+suggests the nearest known name. All errors of one stage are reported together: the command line is parsed before
+values and combinations are checked.
 """
 
 import difflib
@@ -147,7 +148,7 @@ class Parsed:
 
 
 def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
-    """Parse `argv`. A file (leading, or after -c) gives values; the command line wins over it.
+    """Parse `argv`. A file (leading, or after -c) gives values; the command line takes precedence.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -172,7 +173,7 @@ def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
 
 
 class _Reader:
-    """Takes one argument after the other; a later one wins."""
+    """Takes one argument after the other; a later one takes precedence."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary, self.flags = vocabulary, vocabulary.flags()
@@ -229,7 +230,7 @@ class _Reader:
             return name, False
         if name.startswith("no_") and name[3:] in self.flags:
             if not _is_bool(self.flags[name[3:]][1]):
-                raise UsageError(f"{given.typed}: {name[3:]} is no switch that can be turned off")
+                raise UsageError(f"{given.typed}: {name[3:]} is not a boolean flag")
             return name[3:], True
         longer = sorted(candidate for candidate in known if candidate.startswith(name))
         matches = [candidate for candidate in longer if candidate in effective] or longer
@@ -237,7 +238,8 @@ class _Reader:
         if not matches or (len(meant) > 1 and not effective.intersection(matches)):
             # An argument without effect is never suggested.
             near = difflib.get_close_matches(name, sorted(effective), n=1, cutoff=0.75)
-            hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
+            near += sorted(other for other in effective if name in other.split("_", 1)[-1] and other not in near)
+            hint = f"; did you mean --{', --'.join(near[:3])}?" if near else "; --help lists all flags"
             raise UsageError(f"{given.typed} is unknown{hint}")
         if len(meant) > 1:
             raise UsageError(f"{given.typed} is ambiguous, it may mean {', '.join('--' + m for m in matches)}")

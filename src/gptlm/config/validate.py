@@ -57,7 +57,7 @@ def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource |
     """
     problems = [*check_fields(*parsed.groups.values()), *_training(parsed)]
     if dims is not None:
-        problems += [*_layout(parsed, dims), *_float8(parsed, dims)]
+        problems += [*_parallel_layout(parsed, dims), *_float8(parsed, dims)]
         _log_no_effect(parsed, dims)
     if source is not None:
         problems += _weights(parsed, source)
@@ -98,7 +98,7 @@ def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
         yield Problem(
             "tensor_parallel_degree",
             f"{dims.tensor} and {named('pipeline_parallel_degree')} {dims.pipeline}: fine-tuning is data-parallel "
-            f"only; use {named('sharding')} stage3 for models that do not fit on one card",
+            f"only; use {named('sharding')} stage3 for models that do not fit on one GPU",
         )
 
 
@@ -120,12 +120,12 @@ def _training(parsed: Parsed) -> Iterator[Problem]:
     if outside and count:
         yield Problem("no_recompute_layers", f"{' '.join(map(str, outside))}: the layers are 0 to {count - 1}")
     if training.fp16 and training.bf16:
-        yield Problem("", "At most one of fp16 and bf16 can be True, but not both")
+        yield Problem("fp16", f"and {named('bf16')} exclude each other; give one")
     world = parsed[ParallelArguments].world_size or 1
     if ":" in training.device and world > 1:
         yield Problem(
             "device",
-            f"{training.device!r} is one card, there are {world} processes; use {named('device')} gpu",
+            f"{training.device!r} is one GPU for {world} processes; use {named('device')} gpu",
         )
     for tracker in training.report_to:
         if tracker not in TRACKERS:
@@ -171,14 +171,14 @@ def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     if not training.fp8:
         return
     if not training.bf16 or training.fp16_opt_level == "O0":
-        yield Problem("fp8", f"is for the products of bfloat16 training; give {named('bf16')} with it")
+        yield Problem("fp8", f"needs {named('bf16')}")
     if dims.is_model_parallel:
         yield Problem(
             "fp8",
-            f"goes without tensor and pipeline parallelism ({dims}): layers that are split multiply in bfloat16",
+            f"does not work with tensor and pipeline parallelism ({dims}): split layers multiply in bfloat16",
         )
     if "stage3" in parsed[ParallelArguments].sharding:
-        yield Problem("fp8", "goes without sharding stage3, which splits the weights; use stage1 or stage2")
+        yield Problem("fp8", "does not work with sharding stage3, which splits the weights; use stage1 or stage2")
     if width and width % 16:
         yield Problem("hidden_size", f"{width}: fp8 needs a multiple of 16")
 
@@ -194,7 +194,7 @@ def _weights(parsed: Parsed, source: ModelSource) -> Iterator[Problem]:
         )
 
 
-def _layout(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+def _parallel_layout(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     """What can be wrong with degrees and sharding."""
     parallel, training = parsed[ParallelArguments], parsed[TrainingArguments]
     for name, known in PARALLEL_WORDS.items():
@@ -210,11 +210,11 @@ def _layout(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     steps = training.gradient_accumulation_steps
     if dims.pipeline > 1 and parallel.virtual_pp_degree > 1 and steps % dims.pipeline:
         yield Problem(
-            "",
-            f"num of microbatches {steps} should be divisible of pp_degree {dims.pipeline} when using interleave "
-            f"pipeline\n  {named('gradient_accumulation_steps')} {steps}, {named('pipeline_parallel_degree')} "
-            f"{dims.pipeline}, {named('virtual_pp_degree')} {parallel.virtual_pp_degree}; raise the global batch "
-            f"size or set {named('virtual_pp_degree')} 1",
+            "gradient_accumulation_steps",
+            f"{steps} is not a multiple of {named('pipeline_parallel_degree')} {dims.pipeline}, which "
+            f"{named('virtual_pp_degree')} {parallel.virtual_pp_degree} needs; raise the global batch size or set "
+            f"{named('virtual_pp_degree')} 1\n  (PaddleFleetX: num of microbatches {steps} should be divisible of "
+            f"pp_degree {dims.pipeline} when using interleave pipeline)",
         )
     if "enable_dp_comm_overlap" in parallel.pipeline_parallel_config and dims.pipeline > 1 and dims.data > 1:
         yield Problem(
@@ -236,9 +236,9 @@ def _stages(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
         )
     elif layers % stages and chunks > 1:
         yield Problem(
-            "",
-            f"virtual pp doesn't support uneven layer split.\n  {named('num_hidden_layers')} {layers} is not a "
-            f"multiple of {named('pipeline_parallel_degree')} {dims.pipeline} x {named('virtual_pp_degree')} {chunks}",
+            "num_hidden_layers",
+            f"{layers} is not a multiple of {named('pipeline_parallel_degree')} {dims.pipeline} x "
+            f"{named('virtual_pp_degree')} {chunks}\n  (PaddleFleetX: virtual pp doesn't support uneven layer split.)",
         )
     elif layers % stages:
         parsed.note(
@@ -263,8 +263,11 @@ def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Probl
         yield Problem("sharding", f"{parallel.sharding!r}: exactly one of stage1, stage2 and stage3 is needed")
         return
     if stages and stages[0] != "stage1" and dims.pipeline > 1:
-        text = f"{PIPELINE_STAGE} (sharding {parallel.sharding!r}, {named('pipeline_parallel_degree')} {dims.pipeline})"
-        yield Problem("", text)
+        yield Problem(
+            "sharding",
+            f"{parallel.sharding!r} does not work with {named('pipeline_parallel_degree')} {dims.pipeline}; use "
+            f"stage1\n  (PaddleNLP: {PIPELINE_STAGE})",
+        )
     if parallel.sharding and parallel.deepspeed:
         yield Problem(
             "sharding",
@@ -276,18 +279,19 @@ def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Probl
 
 
 def _groups(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem]:
-    """Whether groups and shares make up all replicas. The first line is PaddleFleetX's."""
+    """Whether groups and shares make up all replicas. The last line is PaddleFleetX's."""
     shares, groups = sharing(parallel), parallel.data_parallel_degree
     if dims.data % shares or degrees_fit(parallel, dims):
         return
     needed = groups * shares * dims.tensor * dims.pipeline
     yield Problem(
-        "",
-        f"unreasonable config of dist_strategy.\n  {named('data_parallel_degree')} {groups} x "
+        "data_parallel_degree",
+        f"{groups} x "
         f"{named('sharding_parallel_degree')} {shares} x {named('tensor_parallel_degree')} {dims.tensor} x "
         f"{named('pipeline_parallel_degree')} {dims.pipeline} = {needed} is not the number of processes "
         f"({dims.world}); launch {needed} ({named('world_size')} {needed} with --print_config), leave "
-        f"{named('data_parallel_degree')} out, or add {named('adapt_dp')}",
+        f"{named('data_parallel_degree')} out, or add {named('adapt_dp')}\n"
+        "  (PaddleFleetX: unreasonable config of dist_strategy.)",
     )
 
 
@@ -335,11 +339,14 @@ def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
         )
     warmup, steps = training.warmup_steps, training.max_steps
     if 0 < steps < warmup:
-        note(f"{named('warmup_steps')} {warmup:g} is above {named('max_steps')} {steps}: warm-up never ends")
+        note(
+            f"{named('warmup_steps')} {warmup:g} is above {named('max_steps')} {steps}: "
+            "the run ends before the warm-up does"
+        )
     if "none" in training.report_to and len(training.report_to) > 1:
-        note(f"{named('report_to')} {' '.join(training.report_to)}: none wins")
+        note(f"{named('report_to')} {' '.join(training.report_to)}: none takes precedence")
     if "autonlp" in training.report_to:
-        note(f"{named('report_to')} autonlp has no effect: the service is gone")
+        note(f"{named('report_to')} autonlp has no effect: the service was discontinued")
     if training.load_best_model_at_end and not training.do_train:
         note(f"{named('load_best_model_at_end')} has no effect: do_train is off")
     wanted = [parsed.typed_as(name) for name in FOR_TRAINING if name in parsed.typed]

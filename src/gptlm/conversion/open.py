@@ -48,12 +48,15 @@ def open_checkpoint(
 
 def _reader_of(found: Found, options: ReadOptions) -> Source:
     reader: type[HuggingFaceSource | MegatronSource | PaddleSource]
-    if found.kind == "hf":
-        reader = HuggingFaceSource
-    elif found.kind in ("megatron", "megatron-deepspeed"):
-        reader = MegatronSource if found.arguments_file is None else DeepSpeedLayers
-    else:
-        reader = UnifiedSource if found.files[0][0].suffix == ".safetensors" else PaddleSource
+    match found.kind:
+        case "hf":
+            reader = HuggingFaceSource
+        case "megatron" | "megatron-deepspeed":
+            reader = MegatronSource if found.arguments_file is None else DeepSpeedLayers
+        case "paddle" | "fleetx":
+            reader = UnifiedSource if found.files[0][0].suffix == ".safetensors" else PaddleSource
+        case _:
+            raise AssertionError(f"no reader for {found.kind}")
     try:
         return reader(found, options)
     except GptlmError:

@@ -170,7 +170,7 @@ def _unpickler(path: Path, allowed: dict[tuple[str, str], Any]) -> type[pickle.U
             if module.split(".")[0] in STAND_INS:
                 return type(name, (StandIn,), {"__module__": module})
             raise GptlmError(
-                f"{path} is refused: it asks for {module}.{name}, which is no part of weights and could run code; "
+                f"{path} is refused: it asks for {module}.{name}, which is not part of weights and could run code; "
                 "nothing of it was run; get the file from a source you trust"
             )
 
@@ -184,7 +184,7 @@ def _guarded(path: Path, load: Callable[[], Any]) -> Any:
         raise
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:  # bytes that are no pickle make it raise nearly anything
+    except Exception as error:  # bytes that are not a pickle make it raise nearly anything
         reason = reason_of(error)
         reason = "its zip is not whole" if "zip archive" in reason else reason
         raise GptlmError(f"{path} is damaged or cut off ({reason}); copy or download it again") from error

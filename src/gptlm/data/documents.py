@@ -99,7 +99,7 @@ def read_batches(
                 case suffix:
                     yield from _text_batches(file, suffix, txt_split, span)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise GptlmError(f"cannot read {file}: {reason_of(error)}; is the file whole?") from error
+            raise GptlmError(f"cannot read {file}: {reason_of(error)}; is the file complete?") from error
 
 
 def _text_batches(file: Path, suffix: str, txt_split: str, span: Span) -> Iterator[Batch]:

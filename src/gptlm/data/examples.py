@@ -46,7 +46,7 @@ class Examples:
     """The examples of a file.
 
     Attributes:
-        skipped: reason -> number of records that are no examples.
+        skipped: reason -> number of records that are not examples.
         forms: record format -> number of records.
         ignored: key that is not used -> number of records that have it.
     """

@@ -70,7 +70,9 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
     except OSError as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}; copy or download it again") from error
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise GptlmError(f"{path} is damaged: its header is no list of tensors; copy or download it again") from error
+        raise GptlmError(
+            f"{path} is damaged: its header is not a list of tensors; copy or download it again"
+        ) from error
     expected = 8 + length + end
     if size != expected:
         raise GptlmError(

@@ -26,7 +26,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder (tokenizer.json, or vocab.json and merges.txt).
 
     Raises:
-        GptlmError: if it cannot be loaded, is no fast tokenizer (of the library `tokenizers`), or cannot encode text.
+        GptlmError: if it cannot be loaded, is not a fast tokenizer (library `tokenizers`), or cannot encode text.
     """
     folder = Path(source)
     _check_files(folder)
@@ -56,7 +56,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises GptlmError with the missing files if those in `folder` are no complete tokenizer."""
+    """Raises GptlmError with the missing files if those in `folder` are not a complete tokenizer."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if TOKENIZER in there or {VOCABULARY, MERGES} <= there or any(folder.glob("*.model")):
         return
@@ -129,7 +129,7 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
         parts = line.split(" ")
         if len(parts) != 2 or "".join(parts) not in vocabulary:
             raise GptlmError(
-                f"{path}, line {number}: {line[:60]!r} is no merge of two known tokens; "
+                f"{path}, line {number}: {line[:60]!r} is not a merge of two known tokens; "
                 "the file is damaged or belongs to another vocabulary"
             )
         merges.append((parts[0], parts[1]))

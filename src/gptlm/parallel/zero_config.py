@@ -147,7 +147,7 @@ def _check_form(config: dict[str, Any], name: str) -> None:
     for key in config:
         if key not in KNOWN and key not in SUPERSEDED:
             near = difflib.get_close_matches(key, KNOWN, n=1)
-            raise UsageError(f"{name}: {key} is no key of DeepSpeed{f'; did you mean {near[0]}?' if near else ''}")
+            raise UsageError(f"{name}: {key} is not a key of DeepSpeed{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def _fill_precision(config: dict[str, Any], wanted: RunSettings, name: str) -> list[str]:

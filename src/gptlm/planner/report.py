@@ -15,7 +15,7 @@ def plan(job: PlanJob) -> Candidate:
     """Print the table; returns the best.
 
     Raises:
-        GptlmError: if nothing fits; the message has the smallest layout.
+        GptlmError: if nothing fits; the message has the parallel layout that needs least memory.
     """
     sizes, machine = sizes_of(job.run), cluster_of(job.machine)
     batch, precision = job.global_batch, precision_of(job.run)

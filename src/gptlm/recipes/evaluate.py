@@ -85,7 +85,7 @@ def _evaluate(arguments: EvaluateArguments) -> Report:
 
 
 def _device(kind: str) -> torch.device:
-    """This process's device; cards are dealt out to the processes of a device."""
+    """This process's device; the GPUs of a node are assigned to its processes in order."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, ranks.local_rank() % torch.cuda.device_count())

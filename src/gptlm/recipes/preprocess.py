@@ -53,8 +53,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     logger.info("%d files, %d vocabulary entries, output %s", len(files), len(tokenizer), ", ".join(prefixes))
     writers: list[IndexedTokensWriter] = []
     try:
-        layout = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
-        writers += [IndexedTokensWriter(p, len(tokenizer), layout) for p in prefixes]
+        file_format = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
+        writers += [IndexedTokensWriter(p, len(tokenizer), file_format) for p in prefixes]
         progress = _encode(job, tokenizer, files, writers)
         if not writers[0].total and job.shard == (1, 1):
             raise GptlmError(f"{arguments.input_path} has no text under {' '.join(arguments.json_keys)}")

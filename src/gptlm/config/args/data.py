@@ -44,7 +44,9 @@ class PreprocessArguments:
     )
     output_prefix: str | None = arg(None, "path of the token files without suffix (required)")
     model_name_or_path: str | None = arg(None, "tokenizer: folder or name, also of a model with a tokenizer")
-    tokenizer_name: str | None = arg(None, "PaddleNLP's tokenizer class, or a folder; model_name_or_path wins")
+    tokenizer_name: str | None = arg(
+        None, "PaddleNLP's tokenizer class, or a folder; model_name_or_path takes precedence"
+    )
     tokenizer_type: str = arg(
         "HuggingFaceTokenizer",
         "Megatron-LM's tokenizer type; GPT2BPETokenizer reads vocab_file and merge_file",

@@ -153,7 +153,9 @@ class TrainingArguments:
         1, "step number of the first update in linear and cosine schedules; 0: its rate is 0", ge=0, le=1
     )
     warmup_steps: float = arg(
-        0, "linear warmup steps; below 1: fraction of max_steps, rounded up; overrides the ratios", ge=0
+        0,
+        "linear warmup steps; below 1: fraction of max_steps, rounded up; overrides warmup_ratio and warmup_fraction",
+        ge=0,
     )
     warmup_ratio: float = arg(0.0, "linear warmup as a fraction of max_steps", ge=0, le=1)
     warmup_fraction: float = arg(0.0, "linear warmup as a fraction of decay_steps", ge=0, le=1)

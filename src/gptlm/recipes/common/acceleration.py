@@ -22,7 +22,7 @@ from gptlm.upstream.torch import has_nvlink
 
 logger = logging.getLogger(__name__)
 
-FLAT_LIMIT = 10**9  # parameters of which all gradients, 2 GB, may lie on each card under ZeRO
+FLAT_LIMIT = 10**9  # parameters of which all gradients, 2 GB, may lie on each GPU under ZeRO
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _compile(
     if obstacle is None:
         fused = run.dims.pipeline == 1
         compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
-        logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0: they are not)")
+        logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0 switches this off)")
         return True
     if wanted:
         logger.warning("--torch_compile has no effect: %s", obstacle)
@@ -111,9 +111,9 @@ def largest_of_all(number: int) -> int:
 def choose_flat_grad_sync(run: Run, device: Device, parameters: int, *, groups: bool = False) -> bool:
     """Whether gradients are reduced once after backward, as --flat_grad_sync asks; unset, where that is faster.
 
-    It is between cards with NVLink, where the reduction takes some 3 % of a step and hooks beside a backward pass
-    take more, and on a CPU, which does one thing at a time. Without replicas nothing is reduced, and what remains of
-    DeepSpeed's hooks is its bookkeeping for each weight, which costs more than the passes of a small model.
+    It is faster in three cases. Between GPUs with NVLink the reduction takes about 3 % of a step, and DeepSpeed's
+    hooks during the backward pass take more. On a CPU, reductions cannot overlap with the backward pass. With one
+    replica nothing is reduced, and the bookkeeping of the hooks costs more than the passes of a small model.
 
     Args:
         parameters: on the process that has most, the same everywhere.
@@ -158,7 +158,7 @@ def _flat_obstacle(run: Run, device: Device, *, groups: bool) -> str | None:
 
 
 def _needs_flat(run: Run, device: Device) -> bool:
-    """Whether there is no other way: DeepSpeed cannot accumulate a pipeline's gradients in float32."""
+    """Whether flat gradient sync is the only way: DeepSpeed cannot accumulate a pipeline's gradients in float32."""
     return run.training.amp_master_grad and run.dims.pipeline > 1 and device.half_weights
 
 
@@ -191,7 +191,7 @@ def _use_cuda_graph(run: Run, device: str, *, compiled: bool, is_local: bool, ob
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and wanted is not False:
         logger.info(
-            "forward and backward of a micro-batch are replayed as a CUDA graph (--cuda_graphs 0: they are not)"
+            "forward and backward of a micro-batch are replayed as a CUDA graph (--cuda_graphs 0 switches this off)"
         )
         return True
     if obstacle is not None and wanted:
@@ -200,7 +200,7 @@ def _use_cuda_graph(run: Run, device: str, *, compiled: bool, is_local: bool, ob
 
 
 def check_float8(run: Run, device: Device) -> None:
-    """Raises UsageError if --fp8 is asked for and cannot be had here."""
+    """Raises UsageError if --fp8 is given and not available here."""
     if not run.training.fp8:
         return
     if find_spec("torchao") is None:
@@ -209,7 +209,7 @@ def check_float8(run: Run, device: Device) -> None:
         logger.warning("--fp8: a CPU has no float8, its rounding is computed, which is slow")
     elif torch.cuda.get_device_capability() < (8, 9):
         name = torch.cuda.get_device_name()
-        raise UsageError(f"{name} has no float8 (Ada, Hopper and newer cards have); leave --fp8 out, use --bf16")
+        raise UsageError(f"{name} has no float8 (Ada, Hopper and newer GPUs have); leave --fp8 out, use --bf16")
 
 
 def _use_float8(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> None:
@@ -220,6 +220,6 @@ def _use_float8(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> 
     """
     if run.training.fp8:
         if stage == 3:
-            raise UsageError("--fp8 goes without ZeRO stage 3, which takes the weights apart; use stage 1 or 2")
+            raise UsageError("--fp8 does not work with ZeRO stage 3, which splits the weights; use stage 1 or 2")
         convert_to_float8(model, emulated=device == "cpu")
         logger.info("the blocks' matrix products are float8; weights, checkpoints and all else are as without --fp8")

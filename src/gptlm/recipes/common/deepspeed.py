@@ -38,11 +38,14 @@ def deepspeed_config(run: Run, device: Device) -> dict[str, Any] | None:
         config, name = zero_config(stage, offload="offload" in words), f"--sharding {parallel.sharding}"
     if run.dims.pipeline > 1:
         if stage_of(config) > 1:
-            raise UsageError(f"{name}: {PIPELINE_STAGE} (it has ZeRO stage {stage_of(config)})")
+            raise UsageError(
+                f"{name}: ZeRO stage {stage_of(config)} does not work with pipelines; use stage 1\n"
+                f"  (PaddleNLP: {PIPELINE_STAGE})"
+            )
         half = training.amp_master_grad and device.half_weights
         if half and (parallel.deepspeed or "offload_optimizer" in config["zero_optimization"]):
             raise UsageError(
-                f"{name}: with a pipeline, --amp_master_grad goes without offload and without --deepspeed FILE, where "
+                f"{name}: with a pipeline, --amp_master_grad does not work with offload or --deepspeed FILE, where "
                 "DeepSpeed would add gradients up in half precision; leave one of them out"
             )
         config.setdefault("zero_optimization", {})["overlap_comm"] = False  # gradients are added up over a whole step

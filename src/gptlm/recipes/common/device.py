@@ -16,7 +16,7 @@ from gptlm.recipes.common.main_process_first import explain_timeout
 
 logger = logging.getLogger(__name__)
 
-PEAKS = {  # part of a card's name -> see peak_flops; a name that begins another comes after it
+PEAKS = {  # part of a GPU's name -> see peak_flops; a name that begins another comes after it
     "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12,
     "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
 }  # fmt: skip
@@ -44,7 +44,7 @@ class Device:
 
 
 def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
-    """The device and precision that can be had; falling back is said loudly.
+    """The device and precision that are available; a fallback is logged as a warning.
 
     Raises:
         UsageError: for bfloat16 on a GPU without it.
@@ -52,7 +52,7 @@ def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
     wanted = "cpu" if device.lower().startswith("cpu") else "cuda"
     found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     if found != wanted:
-        logger.warning("--device %s: no GPU is visible here, the run goes on the CPU, which is slow", device)
+        logger.warning("--device %s: no GPU is visible; running on the CPU, which is slow", device)
     half = precision_of(fp16, bf16, level)
     if half == "fp32":
         return Device(found, "fp32")
@@ -70,24 +70,24 @@ def precision_of(fp16: bool, bf16: bool, level: str) -> str:
 
 
 def peak_flops(device: Device) -> float | None:
-    """Dense operations per second of one card in half precision, by the vendor's data sheet; None: not known."""
+    """Dense operations per second of one GPU in half precision, by the vendor's data sheet; None: not known."""
     if device.type != "cuda" or device.precision == "fp32":
         return None
     name = torch.cuda.get_device_name()
-    return next((peak for card, peak in PEAKS.items() if card in name), None)
+    return next((peak for gpu, peak in PEAKS.items() if gpu in name), None)
 
 
 def use_device(device: Device) -> None:
-    """Quieten what looks for accelerators when there is none; say when cards are left idle."""
+    """Without a GPU, silence libraries that look for one. Log when GPUs stay idle."""
     if device.type == "cpu":
         deepspeed_without_gpu()
         return
-    cards = torch.cuda.device_count()
-    if cards > 1 and not is_launched():
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and not is_launched():
         logger.warning(
             "%d GPUs are visible, this process uses one; for all of them: torchrun --nproc_per_node %d ...",
-            cards,
-            cards,
+            gpus,
+            gpus,
         )
 
 

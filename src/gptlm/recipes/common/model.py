@@ -49,12 +49,12 @@ def log_weights_source(run: Run, start: Checkpoint | None) -> None:
 
 
 def find_tokenizer(run: PretrainRun, corpora: list[Corpus]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was named, else the model's, else the one the data was made with, else None, which is said.
+    """The tokenizer that was named, else the model's, else the one the data was made with, else None, with a warning.
 
     A built-in name may come without its tokenizer, where there is no network; training needs none.
 
     Raises:
-        GptlmError: if what was named is no tokenizer, or the tokenizer has more entries than the model.
+        GptlmError: if the named folder has no tokenizer, or the tokenizer has more entries than the model.
     """
     named = run.model.tokenizer_name_or_path
     tokenizer = None

@@ -74,7 +74,7 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
     """The checkpoint to resume from; None starts at step 0. `check` raises where one is not of this run's model.
 
     Raises:
-        GptlmError: if the one asked for is missing or damaged, or starting anew would replace a finished model.
+        GptlmError: if the requested one is missing or damaged, or starting anew would replace a finished model.
     """
     training = run.training
     output_dir = Path(training.output_dir or "")
@@ -90,7 +90,7 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
             logger.warning("%s; it is skipped", reason)
         if found is None and skipped:
             raise GptlmError(
-                f"none of the {len(skipped)} checkpoints in {output_dir} is complete ({skipped[0]}); mend "
+                f"none of the {len(skipped)} checkpoints in {output_dir} is complete ({skipped[0]}); repair "
                 "or remove them, or start anew with --overwrite_output_dir"
             )
     if found is None:

@@ -79,7 +79,7 @@ def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = No
 
 
 class _RunParameters:
-    """transformers' arguments, of which trackers read the resolved run instead: schedule, data, adapters, layout."""
+    """transformers' arguments. Trackers read these from the resolved run: schedule, data, adapters, parallel layout."""
 
     def __init__(self, arguments: TrainingArguments, parameters: dict[str, Any]):
         self._arguments, self._parameters = arguments, parameters
@@ -137,7 +137,7 @@ class VisualDLCallback(TrainerCallback):
 
 
 def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
-    """One callback per tracker in `--report_to`; a tracker that is not installed is replaced or left out, and said."""
+    """One callback per tracker in `--report_to`. One that is not installed is replaced or omitted, with a warning."""
     wanted = set(run.training.report_to)
     if "none" in wanted:
         return []

@@ -24,9 +24,9 @@ from gptlm.recipes.common.main_process_first import main_process_first
 
 logger = logging.getLogger(__name__)
 
-MANY_EPOCHS = 4
-LEAVES_OUT = {"train": "--do_train 0", "valid": "--eval_iters 0", "test": "--do_predict 0"}
-MOST_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
+EPOCHS_WARNING = 4
+SKIP_FLAGS = {"train": "--do_train 0", "valid": "--eval_iters 0", "test": "--do_predict 0"}
+MAX_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
 Datasets = dict[str, PretrainingDataset | None]
 
@@ -60,7 +60,7 @@ def sample_counts(run: PretrainRun, corpora: list[Corpus]) -> dict[str, int]:
 
 def evaluated_samples(run: PretrainRun, corpora: list[Corpus], split: str) -> int:
     """Samples that one evaluation reads."""
-    return min(_wanted(run, split), _whole_split(run, corpora, split) or MOST_SAMPLES)
+    return min(_wanted(run, split), _whole_split(run, corpora, split) or MAX_SAMPLES)
 
 
 def _wanted(run: PretrainRun, split: str) -> int:
@@ -93,7 +93,10 @@ def log_evaluations(run: PretrainRun, corpora: list[Corpus], datasets: Datasets)
         if wanted <= whole:
             outcome = "are read by an evaluation"
         elif isinstance(datasets[split], BlendedDataset):
-            outcome = f"would be read: it ends after {whole:,}, when all corpora are through; their weights repeat some"
+            outcome = (
+                f"would be read: the evaluation stops after {whole:,} samples, when every corpus has been read once; "
+                "some samples repeat because of the weights"
+            )
         else:
             outcome = f"would be read: each of its {whole:,} samples is evaluated once, the loss is that of the split"
         logger.info("%s: %s %s", flag, passes, outcome)
@@ -156,19 +159,21 @@ def data_cache(run: PretrainRun) -> IndexCache:
     return IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
 
 
-def window(run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None, count: int) -> Filled | None:
+def evaluation_samples(
+    run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None, count: int
+) -> Filled | None:
     """The first `count` samples in batches of all processes: each evaluation reads the same ones."""
     if dataset is None:
         return None
     size = run.training.per_device_eval_batch_size * run.dims.data
-    samples: Any = served(run, mesh, dataset)
+    samples: Any = loader_samples(run, mesh, dataset)
     filler: Any = np.full(run.data.max_seq_length + 1, IGNORED)
     if _needs_documents(run):
         filler = filler, [len(filler)]
     return Filled(Subset(samples, range(min(count, len(dataset)))), filler, size)
 
 
-def served(
+def loader_samples(
     run: PretrainRun, mesh: Mesh | None, dataset: PretrainingDataset | None
 ) -> PretrainingDataset | UnreadBlocks | BlocksWithDocuments | None:
     """What the loader reads: blocks, with the lengths of their documents where the batch needs them."""
@@ -179,7 +184,7 @@ def served(
 
 
 def collator(run: PretrainRun) -> Callable[[list], dict[str, Any]]:
-    """What makes a batch of `served` samples."""
+    """What makes a batch of `loader_samples` samples."""
     return (
         DocumentCollator(run.data.document_masking, run.data.eod_mask_loss) if _needs_documents(run) else collate_blocks
     )
@@ -251,8 +256,8 @@ def log_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDatas
         tokens = corpus.token_count("train")
         epochs = int(count) * run.data.max_seq_length / tokens
         row = f"{corpus.tokens.prefix:<{width}} {corpus.weight:>8.3g} {tokens:>18,} {int(count):>15,} {epochs:>9.2f}"
-        if epochs > MANY_EPOCHS:
-            logger.warning("%s, more than %d epochs: consider fewer steps or more text", row, MANY_EPOCHS)
+        if epochs > EPOCHS_WARNING:
+            logger.warning("%s, more than %d epochs: consider fewer steps or more text", row, EPOCHS_WARNING)
         else:
             logger.info("%s", row)
 
@@ -264,13 +269,13 @@ def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:
             counts = ", ".join(str(len(corpus.tokens)) for corpus in corpora)
             raise GptlmError(
                 f"the {split} split is empty: --split {run.data.split} leaves none of the {counts} sequences for it; "
-                f"give it a larger share, add documents, or leave that evaluation out ({LEAVES_OUT[split]})"
+                f"give it a larger share, add documents, or leave that evaluation out ({SKIP_FLAGS[split]})"
             )
 
 
 def _refuse_too_many(samples: dict[str, int]) -> None:
     for split, count in samples.items():
-        if count > MOST_SAMPLES:
+        if count > MAX_SAMPLES:
             raise GptlmError(
                 f"the {split} split is asked for {count:,} samples (batch x steps), whose index fits no memory; "
                 "lower --max_steps or the batch size"

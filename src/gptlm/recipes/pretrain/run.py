@@ -26,15 +26,15 @@ from gptlm.recipes.pretrain.data import (
     build_datasets,
     collator,
     evaluated_samples,
+    evaluation_samples,
+    loader_samples,
     log_blend,
     log_data,
     log_evaluations,
     log_missing_ends,
     order_manifest,
     samples_per_epoch,
-    served,
     steps_per_epoch,
-    window,
 )
 from gptlm.training.metrics.results import summary_table
 from gptlm.training.progress import SequentialProgress
@@ -47,7 +47,7 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     """Run it; returns the metrics that are also in `output_dir/all_results.json`.
 
     Raises:
-        GptlmError: for anything the user can mend, before the model is built wherever that is possible.
+        GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
     device, resume = check_run(run)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
@@ -75,7 +75,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
     uneven = "documents differ in length" if data.document_masking == "attention" else None
     acceleration = accelerate(run, device, model, job.deepspeed, compiled=True, uneven=uneven)
 
-    train_dataset = served(run, job.mesh, datasets["train"])
+    train_dataset = loader_samples(run, job.mesh, datasets["train"])
     trainer = build_trainer(
         run,
         job,
@@ -85,7 +85,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
         data_settings={"document_masking": data.document_masking, "eod_mask_loss": data.eod_mask_loss},
         flops={"flops_per_sample": _flops(run), "utilisation": _utilisation(run, device)},
         train_dataset=train_dataset,
-        eval_dataset=window(run, job.mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
+        eval_dataset=evaluation_samples(run, job.mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
         data_collator=collator(run),
         processing_class=tokenizer,
         schedule=schedule(run),
@@ -101,7 +101,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
     if training.do_eval and not training.do_train:  # training has evaluated already
         metrics |= evaluate(trainer, "eval")
     if training.do_eval or training.do_predict:
-        test = window(run, job.mesh, datasets["test"], evaluated_samples(run, corpora, "test"))
+        test = evaluation_samples(run, job.mesh, datasets["test"], evaluated_samples(run, corpora, "test"))
         if test is None:
             logger.info("the test split is empty or shorter than a sample (--split %s): no test evaluation", data.split)
         else:
@@ -134,6 +134,6 @@ def _flops(run: PretrainRun) -> float:
 
 
 def _utilisation(run: PretrainRun, device: Device) -> float | None:
-    """Share of a card's peak that one token per second is: 6 N + 12 L H S operations (arXiv 2204.02311, appendix B)."""
+    """Share of a GPU's peak that one token per second is: 6 N + 12 L H S operations (arXiv 2204.02311, appendix B)."""
     peak, sizes = peak_flops(device), sizes_of(run)
     return (6 * sizes.parameters + 12 * sizes.layers * sizes.width * sizes.length) / peak if peak else None

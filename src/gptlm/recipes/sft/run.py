@@ -48,7 +48,7 @@ def sft(run: SftRun) -> dict[str, float]:
     """Run it; returns the metrics that are also in `output_dir/all_results.json`.
 
     Raises:
-        GptlmError: for anything the user can mend, before the model is built wherever that is possible.
+        GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
     device, resume = check_run(run, _check_resume)
     if run.lora.merge_weights and run.lora.lora:
