@@ -759,6 +759,13 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(train, tmp_path
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_a_loss_that_is_no_number_and_not_logged_is_not_saved(train, tmp_path):
+    words = ("--learning_rate", "1e30", "--min_learning_rate", "0", "--max_grad_norm", "0", "--save_strategy", "no")
+    with pytest.raises(GptlmError, match=r"the loss is nan in one of the steps 1 to 6, no loss was finite before"):
+        train(*words, "--logging_steps", "500", "--evaluation_strategy", "no")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_damaged_results_do_not_stop_a_run_and_old_ones_do_not_stay(train, tmp_path):
     train()
     results = tmp_path / "out" / "all_results.json"

@@ -116,7 +116,7 @@ def test_weights_that_hold_nan_are_to_blame_for_the_first_loss(tune, model, tmp_
     weights.save_pretrained(damaged)
     for more in ((), ("--lora",)):
         with pytest.raises(
-            GptlmError, match="the loss is nan at step 1.* the weights that the run starts from"
+            GptlmError, match="the loss is nan at step 1.* the starting weights already give this loss"
         ) as error:
             tune(*more, base=damaged)
         assert "learning_rate" not in str(error.value)

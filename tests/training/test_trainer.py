@@ -197,9 +197,60 @@ def test_a_loss_function_of_the_user_is_used(tiny_model, tmp_path):
     assert losses(made) == pytest.approx(losses(plain), rel=1e-5)
 
 
-def test_arguments_without_effect_are_refused(tiny_model, tmp_path):
-    with pytest.raises(GptlmError, match="auto_find_batch_size is not supported"):
-        stock_trainer(tiny_model, tmp_path, args={"auto_find_batch_size": True})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("auto_find_batch_size", True),
+        ("train_sampling_strategy", "group_by_length"),
+        ("dataloader_drop_last", True),
+        ("data_seed", 3),
+        ("torch_empty_cache_steps", 1),
+        ("average_tokens_across_devices", False),
+    ],
+)
+def test_arguments_without_effect_are_refused(tiny_model, tmp_path, name, value):
+    with pytest.raises(GptlmError, match=f"TrainingArguments: {name}={value!r} is not supported"):
+        stock_trainer(tiny_model, tmp_path, args={name: value})
+
+
+@pytest.mark.parametrize(("optim", "name"), [("sgd", "SGD"), ("adafactor", "Adafactor")])
+def test_master_weights_are_trained_with_adamw_only(tiny_model, tmp_path, optim, name):
+    args = stock_trainer(tiny_model, tmp_path, args={"optim": optim}).args
+    made = GPTTrainer(model=load_model(str(tiny_model)).to(torch.bfloat16), args=args, train_dataset=blocks())
+    with pytest.raises(GptlmError, match=f"AdamW, not {name}"):
+        made.train()
+
+
+def test_a_missing_dataset_is_one_error(tiny_model, tmp_path):
+    made = stock_trainer(tiny_model, tmp_path)
+    for more in ({}, {"train_dataset": None, "eval_dataset": blocks()}):
+        without = GPTTrainer(model=made.model, args=made.args, **more)
+        with pytest.raises(GptlmError, match="no train_dataset"):
+            without.train()
+    assert np.isfinite(without.evaluate(blocks(3))["eval_loss"])  # 3 samples and a filler in batches of 8
+    with pytest.raises(GptlmError, match="no eval_dataset"):
+        GPTTrainer(model=made.model, args=made.args).evaluate()
+    with pytest.raises(GptlmError, match="train_dataset has no samples"):
+        stock_trainer(tiny_model, tmp_path, dataset=[]).train()
+    with pytest.raises(GptlmError, match="needs a model"):
+        GPTTrainer(args=made.args, train_dataset=blocks())
+
+
+def test_samples_that_the_model_cannot_take_are_one_error(tiny_model, tmp_path):
+    config = load_model(str(tiny_model)).config
+    long = blocks(length=config.n_positions + 1)
+    with pytest.raises(GptlmError, match=f"{config.n_positions + 1} input tokens, the model has {config.n_positions}"):
+        stock_trainer(tiny_model, tmp_path, dataset=long).train()
+    last_target = [np.append(block[:-1], config.vocab_size) for block in blocks()]
+    with pytest.raises(GptlmError, match=f"token id {config.vocab_size}, the model's vocabulary"):
+        stock_trainer(tiny_model, tmp_path, dataset=last_target).train()
+
+
+def test_tokens_of_rows_of_different_length_are_counted(tiny_model, tmp_path):
+    rows = [{"input_ids": block[:size]} for block, size in zip(blocks(4), (4, 6, 8, 16), strict=True)]
+    made = stock_trainer(tiny_model, tmp_path, dataset=rows, args={"max_steps": 2, "save_strategy": "no"})
+    made.train()
+    assert made.trained == (4, 4 + 6 + 8 + 16)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tiny_model, tmp_path, capsys):
@@ -208,3 +259,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tiny_model, tmp_path, ca
     with pytest.raises(GptlmError, match=r"the loss is nan at step \d.*nothing of this step was saved"):
         made.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_loss_that_was_never_logged_is_checked_at_the_end(tiny_model, tmp_path):
+    args = {"learning_rate": 1e30, "max_grad_norm": 0.0, "logging_steps": 500, "save_strategy": "no"}
+    with pytest.raises(GptlmError, match=r"the loss is nan in one of the steps 1 to 6, .*lower --learning_rate"):
+        stock_trainer(tiny_model, tmp_path, args=args).train()

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 HISTORY = checkpoint.HISTORY
 ADVICE = "try a lower --learning_rate, more --warmup_steps, or --max_grad_norm 1.0"
 START_ADVICE = (  # no update came before: no learning rate is to blame
-    "it is the loss of the weights that the run starts from: take an earlier checkpoint, or copy their folder again"
+    "the starting weights already give this loss; use an earlier checkpoint, or copy their folder again"
 )
 FP16_ADVICE = ", or --bf16 instead of --fp16"
 
@@ -95,7 +95,7 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
                 trainer.fire("on_epoch_begin")
         if is_last or trainer.control.should_training_stop:
             break
-    return _finish(trainer, begun)
+    return _finish(trainer, begun, last_logged)
 
 
 def prepare(trainer: Any, max_steps: int) -> TrainingStep:
@@ -195,9 +195,10 @@ def _log_evaluate_save(
     if control.should_log or control.should_save:
         pending = _mean_of_processes(trainer, loss.pending)  # waits for the device
         loss.look(pending)
-        _check_loss(trainer, pending)
+        _check_loss(trainer, pending, last_logged)
     if trainer.loss_scale is not None and trainer.loss_scale.exhausted:
-        raise GptlmError(failure(trainer, f"gradients overflow at the lowest loss scale {trainer.loss_scale.value:g}"))
+        what = f"gradients overflow at the lowest loss scale {trainer.loss_scale.value:g} at step {state.global_step}"
+        raise GptlmError(failure(trainer, what))
     started = time.perf_counter()
     if control.should_log and state.global_step > last_logged and pending is not None:
         logs = {"loss": pending / (state.global_step - last_logged)}
@@ -224,11 +225,14 @@ def _mean_of_processes(trainer: Any, value: torch.Tensor) -> float:
     return nested_gather(value, trainer.args.parallel_mode).mean().item()
 
 
-def _check_loss(trainer: Any, pending: float) -> None:
+def _check_loss(trainer: Any, pending: float, last_logged: int) -> None:
+    """Raises GptlmError if `pending`, the sum of the losses after step `last_logged`, is NaN or infinite."""
     step = trainer.state.global_step
     if not math.isfinite(pending):
         is_first = step == trainer.progress.start_step + 1
-        raise GptlmError(failure(trainer, f"the loss is {pending}", START_ADVICE if is_first else ADVICE))
+        # the sum is read when it is logged or saved only, so which of several steps it was is not known
+        steps = f"at step {step}" if step == last_logged + 1 else f"in one of the steps {last_logged + 1} to {step}"
+        raise GptlmError(failure(trainer, f"the loss is {pending} {steps}", START_ADVICE if is_first else ADVICE))
     if pending == 0.0 and trainer.control.should_log and not trainer.is_zero_loss_logged:
         trainer.is_zero_loss_logged = True
         logger.warning(
@@ -249,13 +253,15 @@ def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
     newest = checkpoint.folders(Path(trainer.args.output_dir or ""))
     where = f"the newest checkpoint is {newest[-1]}" if newest else "there is no checkpoint"
     advice += FP16_ADVICE if trainer.loss_scale is not None else ""
-    return f"{what} at step {trainer.state.global_step}, {last}; nothing of this step was saved, {where}; {advice}"
+    return f"{what}, {last}; nothing of this step was saved, {where}; {advice}"
 
 
-def _finish(trainer: Any, begun: float) -> TrainOutput:
+def _finish(trainer: Any, begun: float, last_logged: int) -> TrainOutput:
     """The results of the run, and the best model if it is asked for."""
     state, steps = trainer.state, trainer.state.global_step - trainer.progress.start_step
-    mean = trainer.train_loss.run_mean(_mean_of_processes(trainer, trainer.train_loss.pending), state.global_step)
+    pending = _mean_of_processes(trainer, trainer.train_loss.pending)
+    _check_loss(trainer, pending, last_logged)  # the last steps may have been neither logged nor saved
+    mean = trainer.train_loss.run_mean(pending, state.global_step)
     samples = trainer.progress.trained(steps).examples
     metrics = speed_metrics("train", begun, num_samples=samples, num_steps=steps)
     trainer.store_flos()

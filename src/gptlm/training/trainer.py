@@ -25,6 +25,7 @@ Overridden, and why (tests/training/test_trainer.py compares the signatures with
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,28 @@ from gptlm.training.metrics.loss import LossMetrics, TrainLoss
 from gptlm.training.metrics.run_log import RunLog
 from gptlm.training.pipeline_step import PipelineStep
 from gptlm.training.precision.loss_scale import LossScale
-from gptlm.training.precision.master_adamw import MasterWeightAdamW
 from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
 from gptlm.training.progress import EpochProgress, SequentialProgress, position_of
 from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.step import EagerStep, Inputs, to_device
 from gptlm.upstream.transformers import use_one_gpu
 
-UNSUPPORTED = ("fsdp", "auto_find_batch_size", "push_to_hub", "use_liger_kernel")
+# Arguments that the stock Trainer reads in methods which are replaced here, and the values that need none of them.
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "fsdp": (None, False, "", []),
+    "auto_find_batch_size": (False,),
+    "push_to_hub": (False,),
+    "use_liger_kernel": (False,),
+    "enable_jit_checkpoint": (False,),
+    "parallelism_config": (None,),
+    "torch_empty_cache_steps": (None,),
+    "train_sampling_strategy": ("random",),
+    "data_seed": (None,),
+    "dataloader_drop_last": (False,),
+    "dataloader_in_order": (True,),
+    "accelerator_config.split_batches": (False,),
+    "average_tokens_across_devices": (True,),  # gradients are means over replicas, see `micro_batch_loss`
+}
 
 
 class GPTTrainer(Trainer):
@@ -64,13 +79,14 @@ class GPTTrainer(Trainer):
     Stock arguments are enough: `GPTTrainer(model=model, args=TrainingArguments(...), train_dataset=dataset)`, where
     `dataset` is a sequence of blocks (T + 1 token ids) or of dicts (`input_ids`, optionally `labels` in HuggingFace's
     convention). Each epoch then reads it in an order of its own. Each part has a default that suits model and `args`.
+    Token counts are exact for a list; of another dataset every sample counts as long as the first.
 
     Args:
         schedule: learning rate by update; None: the one of `args`.
         mesh: process groups where several processes share a replica of the model.
 
     Raises:
-        GptlmError: for arguments of transformers that have no effect here.
+        GptlmError: for a value of `args` that has no effect here, see `ACCEPTED`.
     """
 
     model: Any
@@ -93,11 +109,13 @@ class GPTTrainer(Trainer):
         data_collator: Callable | None = None,
         **kwargs: Any,
     ):
-        dataset = kwargs.get("train_dataset", kwargs.get("eval_dataset"))
-        super().__init__(model, args, FilledCollator(data_collator or collate_samples, dataset), **kwargs)
-        for name in UNSUPPORTED:
-            if getattr(self.args, name):
-                raise GptlmError(f"TrainingArguments: {name} is not supported by GPTTrainer; leave it out")
+        if model is None:
+            raise GptlmError("GPTTrainer needs a model; model_init is not supported")
+        args = args or TrainingArguments("tmp_trainer")  # as the stock Trainer
+        check_arguments(args)
+        collator = FilledCollator(data_collator or collate_samples, _any_dataset(**kwargs))
+        super().__init__(model, args, collator, **kwargs)
+        self.has_default_collator = data_collator is None
         use_one_gpu(self.args)
         self.mesh, self.schedule = mesh, schedule
         self.weights = weights or self._default_weights()
@@ -107,7 +125,7 @@ class GPTTrainer(Trainer):
         self.runner = runner or EagerStep()
         self.checkpointer = checkpointer or Checkpointer(keep=self.args.save_total_limit)
         self.checkpointer.attach(self.model, self.args, self.processing_class)
-        self.given_progress = self.progress = progress
+        self.progress_argument = self.progress = progress
         self.metrics = metrics or LossMetrics()
         self.has_own_metrics = self.compute_metrics is None  # else the user's, from logits
         if self.has_own_metrics:
@@ -138,7 +156,11 @@ class GPTTrainer(Trainer):
         return loop.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def micro_batch_loss(self, model: Any, inputs: Inputs, num_items: torch.Tensor | None) -> torch.Tensor:
-        """The loss of a micro-batch, as its share of the mean over the step's targets."""
+        """The loss of a micro-batch, as its share of the mean over the step's targets.
+
+        `num_items` counts the targets of all processes. The stock `compute_loss` multiplies by the world size, because
+        gradients become means over processes.
+        """
         with self.compute_loss_context_manager():
             loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items)
         is_scaled = self.loss_is_scaled_for_ga  # set by those who override compute_loss
@@ -150,6 +172,8 @@ class GPTTrainer(Trainer):
         """A batch on the device. Its targets are there once: a loss function of the user takes `labels`."""
         has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
         unused = ("shift_labels",) if has_own_loss else ("labels",) if "shift_labels" in inputs else ()
+        if self.has_default_collator:  # else the embedding raises an IndexError, on a GPU an assertion of its kernel
+            check_batch(inputs, self.model.config)
         return to_device(inputs, self.args.device, unused)
 
     def fire(self, event: str) -> None:
@@ -165,7 +189,8 @@ class GPTTrainer(Trainer):
             {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        self.optimizer = MasterWeightAdamW(groups, **self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
+        kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer = self.weights.make_optimizer(kind, groups, settings)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
@@ -182,15 +207,19 @@ class GPTTrainer(Trainer):
     def start_progress(self, manifest: dict[str, Any] | None) -> int:
         """Begin at a checkpoint's position, or at the first sample; returns the last step of the run."""
         args, done = self.args, manifest["global_step"] if manifest else 0
-        if self.given_progress is not None:
+        if self.progress_argument is not None:
             last = args.max_steps
         else:
             dataset: Any = self.train_dataset
+            check_dataset(dataset, "train_dataset")
             position, batch = position_of(manifest), self.samples_per_step
             last = args.max_steps
             if last <= 0:
                 last = done + steps_left(args.num_train_epochs, position, len(dataset), batch)
-            sizes = [Size(1, tokens_of(dataset[0]))] * len(dataset)
+            if isinstance(dataset, list | tuple):
+                sizes = [Size(1, tokens_of(sample)) for sample in dataset]
+            else:  # reading every sample of another dataset could take minutes
+                sizes = [Size(1, tokens_of(dataset[0]))] * len(dataset)
             steps = max(0, last - done)
             epochs = Epochs(dataset, sizes=sizes, filler=None, batch=batch, steps=steps, seed=args.seed, start=position)
             self.progress = EpochProgress(epochs)
@@ -210,7 +239,10 @@ class GPTTrainer(Trainer):
 
     @property
     def dropout_seed(self) -> int:
-        """The same for all that split a layer (what they split has random numbers of its own), else different."""
+        """Same on ranks of a tensor-parallel group, different elsewhere.
+
+        Dropout of split tensors has its own generator.
+        """
         if self.mesh is None:
             return self.args.seed + self.args.process_index
         return self.args.seed + self.mesh.pipeline_rank * self.mesh.dims.data + self.mesh.data_rank
@@ -257,6 +289,7 @@ class GPTTrainer(Trainer):
             dataset = self.eval_dataset[dataset]  # type: ignore[index]
         size = self.args.per_device_eval_batch_size
         if not isinstance(dataset, Filled):
+            check_dataset(dataset, "eval_dataset")
             dataset = Filled(dataset, None, size * self.replicas)
         self.run_log.evaluated_batches = len(dataset) // (size * self.replicas)
         return self._loader(dataset, 0, size, self.run_log.evaluated_batches)
@@ -276,7 +309,10 @@ class GPTTrainer(Trainer):
             batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.device.type == "cuda",
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             # its own generator: else the loader draws from the global one and shifts dropout after a resume
             generator=torch.Generator().manual_seed(self.args.seed),
         )
@@ -328,3 +364,43 @@ class GPTTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Nothing: the loop restores weights with the optimizer state, which exists only then."""
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises GptlmError for a value that would be ignored."""
+    for name, accepted in ACCEPTED.items():
+        value = attrgetter(name)(args)
+        if value not in accepted:
+            raise GptlmError(
+                f"TrainingArguments: {name}={value!r} is not supported by GPTTrainer; leave it at {accepted[0]!r}"
+            )
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raises GptlmError if there is no dataset, or none with a length and samples by index."""
+    if dataset is None:
+        raise GptlmError(f"GPTTrainer has no {name}; give one")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        kind = type(dataset).__name__
+        raise GptlmError(f"{name} is {kind}, without a length or samples by index; give a list or a map-style dataset")
+    if not len(dataset):
+        raise GptlmError(f"{name} has no samples")
+
+
+def check_batch(inputs: Inputs, config: Any) -> None:
+    """Raises GptlmError if a batch of `collate_samples` is too long for the model or has ids beyond its vocabulary."""
+    length, limit = inputs["input_ids"].shape[1], config.n_positions
+    if length > limit:
+        raise GptlmError(f"a sample has {length} input tokens, the model has {limit} positions; give shorter samples")
+    highest = max(int(inputs[key].max()) for key in ("input_ids", "shift_labels"))
+    if highest >= config.vocab_size:
+        raise GptlmError(
+            f"a sample has token id {highest}, the model's vocabulary has {config.vocab_size} entries; tokenize with "
+            "the model's own tokenizer"
+        )
+
+
+def _any_dataset(train_dataset: Any = None, eval_dataset: Any = None, **_: Any) -> Any:
+    """A dataset whose first sample can fill batches up."""
+    dataset = eval_dataset if train_dataset is None else train_dataset
+    return next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset

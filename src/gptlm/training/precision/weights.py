@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlm.errors import GptlmError
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 
@@ -27,10 +28,6 @@ class Float32Weights:
     def __init__(self, loss_scale: LossScale | None = None):
         self.loss_scale = loss_scale
         self.grad_norm: Tensor | float | None = None
-
-    def make_optimizer(self, groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer | None:
-        """An optimizer for these weights; None: the Trainer's own."""
-        return None
 
     def start(self, model: Any, optimizer: Any) -> None:
         """Called when training starts, with the wrapped model and the optimizer."""
@@ -82,7 +79,17 @@ class MasterWeights(Float32Weights):
         self.float32_sums = float32_sums
         self.buffer, self.flat = self, None
 
-    def make_optimizer(self, groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    def make_optimizer(self, kind: Any, groups: list[dict[str, Any]], settings: dict[str, Any]) -> MasterWeightAdamW:
+        """The optimizer for `kind`, the stock class of the same update.
+
+        Raises:
+            GptlmError: for any class but AdamW.
+        """
+        if kind is not torch.optim.AdamW:
+            raise GptlmError(
+                f"half-precision weights with float32 masters are trained with AdamW, not {kind.__name__}; give "
+                "optim='adamw_torch', or a float32 model and bf16=True or fp16=True"
+            )
         return MasterWeightAdamW(groups, **settings)
 
     @property
