@@ -619,12 +619,15 @@ def test_later_checkpoints_are_set_aside_and_the_one_just_written_stays(train, t
     assert names == ["checkpoint-5", "left-checkpoint-6"]
 
 
-def test_weights_alone_can_go_on(train, tmp_path):
+def test_weights_alone_can_go_on(train, tmp_path, capsys):
     """--ignore_load_lr_and_optim: the samples go on, the schedule and the optimizer start anew."""
     words = (*NO_DROPOUT, "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "3")
     _, whole = train(*words)
     cut_back_to(tmp_path / "out", 3)
+    capsys.readouterr()
     _, found = train(*words, "--ignore_load_lr_and_optim")
+    out = capsys.readouterr().out
+    assert "random states are not restored (ignore_load_lr_and_optim)" in out and "parallel layout" not in out
     assert rates(found)[3:] == rates(whole)[:3] and losses(found)[3] == pytest.approx(losses(whole)[3], abs=1e-6)
     assert losses(found)[4] != pytest.approx(losses(whole)[4], abs=1e-5)
     assert checkpoint.read(tmp_path / "out/checkpoint-6").manifest["consumed_samples"] == 12

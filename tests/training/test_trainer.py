@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tiny_model, tmp_path, ca
     with pytest.raises(GptlmError, match=r"the loss is nan at step \d.*nothing of this step was saved"):
         made.train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_losses_are_printed_where_no_logging_is_configured(tiny_model, tmp_path, capsys, monkeypatch):
+    package = logging.getLogger("gptlm")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for name, value in (("handlers", []), ("propagate", True), ("level", package.level)):
+        monkeypatch.setattr(package, name, value)
+    made = stock_trainer(tiny_model, tmp_path, args={"max_steps": 1, "save_strategy": "no"})
+    made.train()
+    assert "INFO] - loss: " in capsys.readouterr().out
+
+
+def test_fields_that_the_caller_adds_are_logged(tiny_model, tmp_path):
+    made = stock_trainer(tiny_model, tmp_path, args={"max_steps": 1, "save_strategy": "no"})
+    made.train()
+    made.log({"loss": 1.0, "aux_loss": 0.5})
+    assert made.state.log_history[-1]["aux_loss"] == 0.5
 
 
 def test_a_loss_that_was_never_logged_is_checked_at_the_end(tiny_model, tmp_path):

@@ -42,7 +42,7 @@ class Checkpointer:
         manifest: fields noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         run_file: the run as an argument file, saved beside each model as run.json; None: none.
-        weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
+        resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
         mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
     """
 
@@ -52,11 +52,12 @@ class Checkpointer:
         manifest: dict[str, Any] | None = None,
         keep: int | None = None,
         run_file: str | None = None,
-        weights_only: bool = False,
+        resume_weights_only: bool = False,
         mesh: Mesh | None = None,
         chunks: int = 1,
     ):
-        self.manifest, self.keep, self.run_file, self.weights_only = manifest or {}, keep, run_file, weights_only
+        self.manifest, self.keep, self.run_file = manifest or {}, keep, run_file
+        self.resume_weights_only = resume_weights_only
         self.mesh, self.layout = mesh, [1, 1, 1]
         if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
             self.layout = [mesh.dims.tensor, mesh.dims.pipeline, chunks]
@@ -166,9 +167,9 @@ class Checkpointer:
         with checkpoint.reading(str(folder)):
             manifest = checkpoint.read(folder).manifest
             inner = inner_optimizer(optimizer)
-            steps = 0 if self.weights_only else manifest["optimizer_steps"]
+            steps = 0 if self.resume_weights_only else manifest["optimizer_steps"]
             optimizer_state.load(folder, self._stored(folder), self.model, inner, steps, self.mesh)
-            if self.weights_only:
+            if self.resume_weights_only:
                 return
             if not hasattr(scheduler, "lr_lambdas"):
                 raise GptlmError(f"the schedule {type(scheduler).__name__} cannot be resumed; use another one")
@@ -197,13 +198,18 @@ class Checkpointer:
         manifest = checkpoint.read(folder).manifest
         new_seed = seed + 1_000_003 * manifest["global_step"]
         written = (manifest["world_size"], manifest.get("layout", [1, 1, 1]))
-        if self.weights_only or written != (self.args.world_size, self.layout):
+        own = (self.args.world_size, self.layout)
+        if self.resume_weights_only or written != own:
             torch.manual_seed(new_seed)
-            logger.info(
-                "%s processes in another parallel layout wrote the checkpoint, %d resume: dropout draws new numbers",
-                manifest["world_size"] or "another library's",
-                self.args.world_size,
-            )
+            if self.resume_weights_only:
+                logger.info("random states are not restored (ignore_load_lr_and_optim): dropout draws new numbers")
+            else:
+                logger.info(
+                    "the checkpoint was written by %s processes in the parallel layout %s, and is resumed by %d in %s: "
+                    "dropout draws new numbers",
+                    *(manifest["world_size"] or "another library's", written[1]),
+                    *own,
+                )
             return
         reasons = [self._load_own_rng_state(folder)] * self.args.world_size
         if self.args.world_size > 1:

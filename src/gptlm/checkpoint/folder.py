@@ -1,7 +1,17 @@
 """Checkpoint folders that are complete or absent.
 
 A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with every file and its size, and is renamed to
-`checkpoint-N`. One whose manifest does not match its files is skipped, with a log line.
+`checkpoint-N`. One whose manifest does not match its files is skipped, with a log line. A checkpoint holds:
+
+    model.safetensors, config.json, generation_config.json   the model, a GPT-2 folder; with LoRA PEFT's files instead
+    the tokenizer's files
+    training_args.bin            transformers' arguments (not with LoRA)
+    run.json                     the run as an argument file
+    optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
+    rng_state*.pth               random states of each process; not with save_only_model
+    trainer_state.json           the log history and the state of transformers' Trainer
+    manifest.json                global_step, optimizer_steps, loss_scale, world_size, layout, order, settings,
+                                 consumed_samples, epoch_position, loss_sum, files and their sizes
 """
 
 import json
@@ -34,7 +44,7 @@ class Checkpoint:
 
 
 def staging_folder(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it counts."""
+    """Where the checkpoint of `step` is written until it is complete."""
     return output_dir / f".checkpoint-{step}.incomplete"
 
 
@@ -116,7 +126,7 @@ def step_of(path: Path) -> int:
 
 
 def set_aside(output_dir: Path, step: int) -> list[Path]:
-    """Rename checkpoints later than `step`, from which a run goes on: they are damaged, or of a way that was left.
+    """Rename checkpoints later than `step`, from which a run resumes: they are damaged, or the run before wrote them.
 
     Returns the new folders, `left-checkpoint-N`, which nothing resumes from.
     """
@@ -149,8 +159,8 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, what: str, more: str = "earlier checkpoints are whole") -> Iterator[None]:
-    """A failure to write `what` to `path` as one sentence, and nothing half-written beside it.
+def writing(path: Path, what: str, more: str = "earlier checkpoints are intact") -> Iterator[None]:
+    """Turns a failure to write `what` to `path` into a GptlmError and removes partial files.
 
     Errors that are none of writing (memory, another process, another library's own checks) pass.
     """
@@ -176,7 +186,7 @@ def reading(path: str) -> Iterator[None]:
         if isinstance(error, GptlmError) or is_out_of_memory(error):
             raise
         advice = (
-            "mend the cause, or remove that folder to go on from an older one"
+            "fix the cause, or remove that folder to go on from an older one"
             if isinstance(error, OSError)
             else "remove that folder to go on from an older one"
         )

@@ -29,17 +29,17 @@ class CudaGraphStep(EagerStep):
             self._captured = self._make()
         loss, flat = self._captured({**inputs, ITEMS: num_items}, self.weights.scale_value)  # type: ignore[dict-item]
         if flat is not None:
-            self._buffer.flat = flat
+            self._flat_target.flat = flat
         return loss
 
     def _make(self) -> "CapturedPasses":
         """Made at the first step: then optimizer and engine, whose buffers the gradients go to, are there."""
-        self._buffer: Any = self.grad_sync.buffer or self.weights.buffer
+        self._flat_target: Any = self.grad_sync.flat_target or self.weights.flat_target
         self._is_single = self.accumulation == 1 or self.weights.float32_sums  # gradients are used after each pass
         parameters: list[Any] = [p for p in self.network.parameters() if p.requires_grad]
         sums = None
-        if not self._is_single and self._buffer is not None:
-            parameters, sums = self._buffer.parameters, self._buffer.views
+        if not self._is_single and self._flat_target is not None:
+            parameters, sums = self._flat_target.parameters, self._flat_target.views
         elif not self._is_single:
             sums = [torch.zeros_like(parameter) for parameter in parameters]
         return CapturedPasses(self._passes, parameters, sums)
@@ -48,8 +48,8 @@ class CudaGraphStep(EagerStep):
         """The loss, and the gradients as flat tensors where flattening them belongs to the graph."""
         inputs = {name: value for name, value in given.items() if name != ITEMS}
         loss = super().__call__(inputs, given[ITEMS])
-        flattens = self._buffer is not None and self._is_single and not self.weights.float32_sums
-        return loss, self._buffer.flatten() if flattens else None
+        flattens = self._flat_target is not None and self._is_single and not self.weights.float32_sums
+        return loss, self._flat_target.flatten() if flattens else None
 
 
 class CapturedPasses:

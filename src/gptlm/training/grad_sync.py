@@ -25,13 +25,13 @@ class GradSync:
     Attributes:
         model: with its wrapper.
         forward_model: whose forward is called.
-        buffer: see `FlatZero`; None where gradients are reduced in place.
+        flat_target: see `FlatZero`; None where gradients are reduced in place.
     """
 
     model: Any
     forward_model: Any
     weights: Any
-    buffer: Any = None
+    flat_target: Any = None
 
     def wrap(self, accelerator: Any, model: Any, optimizer: Any, weights: Any) -> tuple[Any, Any]:
         """Called when training starts; returns the wrapped model and optimizer."""
@@ -119,14 +119,14 @@ class FlatZero(DeepSpeedSync):
     """ZeRO stage 1 or 2 with one reduce-scatter per parameter group after backward, in place of DeepSpeed's hooks.
 
     Attributes:
-        buffer: this object, as the place where gradients are flattened.
+        flat_target: this object; the step runner writes flattened gradients to its `flat`.
         flat: gradients that the step runner has flattened already.
     """
 
     def __init__(self, *, float32_sums: bool = False, **more: Any):
         super().__init__(**more)
         self.float32_sums = float32_sums
-        self.buffer, self.flat = self, None
+        self.flat_target, self.flat = self, None
 
     def wrap(self, accelerator: Any, model: Any, optimizer: Any, weights: Any) -> tuple[Any, Any]:
         wrapped = super().wrap(accelerator, model, optimizer, weights)

@@ -204,7 +204,6 @@ def _log_evaluate_save(
         logs = {"loss": pending / (state.global_step - last_logged)}
         if (norm := step.weights.grad_norm) is not None:
             logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
-        logs["learning_rate"] = trainer._get_learning_rate()
         loss.drain(pending)
         last_logged = state.global_step
         trainer.store_flos()

@@ -24,6 +24,7 @@ Overridden, and why (tests/training/test_trainer.py compares the signatures with
     _load_from_checkpoint  the loop restores weights with the optimizer state, in any layout
 """
 
+import logging
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -47,6 +48,7 @@ from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
 from gptlm.training.lr_schedule import Schedule
 from gptlm.training.metrics.loss import LossMetrics, TrainLoss
 from gptlm.training.metrics.run_log import RunLog
+from gptlm.training.metrics.throughput import start_logging
 from gptlm.training.pipeline_step import PipelineStep
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
@@ -130,8 +132,10 @@ class GPTTrainer(Trainer):
         self.has_own_metrics = self.compute_metrics is None  # else the user's, from logits
         if self.has_own_metrics:
             self.compute_metrics = self.metrics.means
+        if run_log is None and not logging.getLogger("gptlm").hasHandlers():  # else losses would not be printed
+            start_logging(main_process=self.is_world_process_zero())
         self.run_log = run_log or RunLog()
-        self.throughput = self.run_log.start(self.args.world_size)
+        self.throughput = self.run_log.start_clock(self.args.world_size)
         self.train_loss = TrainLoss(self.args.device, None)
         self.is_zero_loss_logged = False
         for callback in (PrinterCallback, ProgressCallback):

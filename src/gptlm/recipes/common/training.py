@@ -137,7 +137,7 @@ def build_trainer(
             manifest=manifest,
             keep=training.save_total_limit,
             run_file=run.as_arguments(),
-            weights_only=training.ignore_load_lr_and_optim,
+            resume_weights_only=training.ignore_load_lr_and_optim,
             mesh=job.mesh,
             chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
         ),

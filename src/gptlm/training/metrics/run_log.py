@@ -36,7 +36,7 @@ class RunLog:
         self.process_memory, self.flops_per_sample, self.utilisation = process_memory, flops_per_sample, utilisation
         self.evaluated_batches = 0  # of the last evaluation, per process
 
-    def start(self, world: int) -> Throughput:
+    def start_clock(self, world: int) -> Throughput:
         """The clock of a run on `world` processes."""
         self.throughput = Throughput(world=world, utilisation=self.utilisation)
         return self.throughput
@@ -48,7 +48,7 @@ class RunLog:
             shown = {key: value for key, value in logs.items() if not key.endswith(HIDDEN)}
             return shown | {"progress_or_epoch": round(progress, 4)}
         has_gpu = trainer.args.device.type == "cuda"
-        return train_fields(
+        shown = train_fields(
             logs["loss"],
             trainer.learning_rate,
             trainer.state.global_step,
@@ -57,6 +57,7 @@ class RunLog:
             speed=self.throughput.interval(trainer.state.global_step, trainer.trained),
             process=process_fields(gpu=has_gpu) if self.process_memory else {},
         )
+        return shown | {key: value for key, value in logs.items() if key not in shown}  # fields of the caller's own
 
     def print(self, trainer: Any, shown: dict[str, float], loss: float | None, grad_norm: float | None) -> None:
         """Print `shown` in the chosen format; `loss` is that of a training line."""

@@ -19,11 +19,11 @@ class Float32Weights:
     Attributes:
         float32_sums: gradients of half-precision weights are accumulated in float32.
         grad_norm: global norm of the last step's gradients before clipping, a tensor on the device or a float.
-        buffer: see `MasterWeights`.
+        flat_target: see `MasterWeights`.
     """
 
     float32_sums = False
-    buffer: Any = None
+    flat_target: Any = None
 
     def __init__(self, loss_scale: LossScale | None = None):
         self.loss_scale = loss_scale
@@ -68,7 +68,7 @@ class MasterWeights(Float32Weights):
     """Half-precision weights (O2) with float32 masters that `MasterWeightAdamW` updates.
 
     Attributes:
-        buffer: this object, as the place where gradients are flattened.
+        flat_target: this object; the step runner writes flattened gradients to its `flat`.
         flat: gradients that the step runner has flattened already.
     """
 
@@ -77,7 +77,7 @@ class MasterWeights(Float32Weights):
     def __init__(self, loss_scale: LossScale | None = None, *, float32_sums: bool = False):
         super().__init__(loss_scale)
         self.float32_sums = float32_sums
-        self.buffer, self.flat = self, None
+        self.flat_target, self.flat = self, None
 
     def make_optimizer(self, kind: Any, groups: list[dict[str, Any]], settings: dict[str, Any]) -> MasterWeightAdamW:
         """The optimizer for `kind`, the stock class of the same update.
