@@ -409,3 +409,23 @@ def test_the_complete_workflow_under_a_c_locale_with_chinese_paths(work, model):
         result = run_script(name, *shlex.split(words), last, cwd=work, environment=plain)
         assert result.returncode == 0, (name, result.stderr)
     assert (work / "模型 1" / "model.safetensors").is_file() and (work / "数 据" / "x.bin").is_file()
+
+
+def test_a_misspelt_command_names_the_nearest(capsys):
+    assert main(["pretrian"]) == 2
+    assert "gptlm: 'pretrian' is not a command; did you mean pretrain?" in capsys.readouterr().err
+    assert main(["data"]) == 2
+    assert "give a data tool: check, " in capsys.readouterr().err
+    assert main(["data", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: data_tools.py TOOL") and "-c FILE.yaml" not in text and "Statistics of one" in text
+
+
+def test_a_missing_data_folder_is_found_before_the_run(tmp_path, capsys):
+    words = f"pretrain --input_dir {tmp_path}/none --output_dir {tmp_path}/out --max_steps 1".split()
+    assert main(words) == 1
+    assert f"cannot list the data folder {tmp_path}/none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # the check comes before anything is written
+    assert main([*words, "--print_config"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(f"cannot list the data folder {tmp_path}/none" in note for note in notes)

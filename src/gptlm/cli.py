@@ -4,12 +4,13 @@ Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is
 run, so that help, wrong arguments and --print_config import nothing heavy.
 """
 
+import difflib
 import os
 import stat
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from gptlm.config.help import help_text
 from gptlm.config.parser import Vocabulary
 from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
+from gptlm.data.corpora import parse_input
 from gptlm.errors import GptlmError, UsageError, from_worker
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
 from gptlm.launcher.args import HELP as LAUNCH_HELP
@@ -52,6 +54,13 @@ def pretrain(argv: Sequence[str]) -> int | None:
     convert_first = None if printing else _convert
     words = with_conversions(lambda: with_layout(typed, os.environ), convert_first)
     run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), convert_first)
+    if not run.refusals:
+        try:  # before the imports, which take seconds
+            parse_input(run.data.input_dir or "")
+        except GptlmError as error:
+            if not printing:
+                raise
+            run = replace(run, notes=(*run.notes, str(error))) if run.data.input_dir else run
     if printing:
         _print_run(run)
         return None
@@ -174,6 +183,8 @@ def plan(argv: Sequence[str]) -> None:
 
 def data(argv: Sequence[str]) -> None:
     tool, words = (argv[0], argv[1:]) if argv else ("", [])
+    if not argv:
+        raise UsageError(f"give a data tool: {', '.join(DATA_TOOLS)}")
     if tool not in DATA_TOOLS:
         raise UsageError(f"{tool!r} is not a data tool; expected one of {', '.join(DATA_TOOLS)}")
     if any(word in HELP for word in words):
@@ -279,6 +290,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")
         print(_usage(), file=sys.stdout if asked else sys.stderr)
+        if words and not asked:
+            near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            print(f"gptlm: {words[0]!r} is not a command{hint}", file=sys.stderr)
         return 0 if asked else 2
     name, rest = words[0], words[1:]
     command = COMMANDS[name]
@@ -288,6 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ[DEBUG_VARIABLE] = "1"
         rest = [*ours, *(word for part in script for word in part)]
     if any(word in HELP for word in ours) and not (name == "data" and rest[0] in DATA_TOOLS):
+        if name == "data":
+            print(_data_usage(), end="")
+            return 0
         print(help_text(command.script, command.summary + command.more_help + DEBUG_HELP, command.vocabulary), end="")
         return 0
     try:
@@ -334,6 +352,12 @@ def _require_utf8() -> None:
 def _usage() -> str:
     lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: gptlm COMMAND [--flag value ...]   (gptlm COMMAND --help lists the flags)", *lines])
+
+
+def _data_usage() -> str:
+    lines = [f"  {tool:<9}{summary}" for tool, (summary, _, _) in DATA_TOOLS.items()]
+    usage = "usage: data_tools.py TOOL ...   (data_tools.py TOOL --help lists its flags)"
+    return "\n".join([usage, "", "Inspect token files.", *lines, *DEBUG_HELP.splitlines()]) + "\n"
 
 
 if __name__ == "__main__":

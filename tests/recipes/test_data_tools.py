@@ -241,7 +241,7 @@ def test_corpora_of_different_tokenizers_are_not_merged(tmp_path, capsys):
     ("words", "code", "says"),
     [
         (["merge", "--input", "x"], 2, "--output_prefix is missing"),
-        ([], 2, "expected one of check"),
+        ([], 2, "give a data tool: check"),
         (["ordr"], 2, "'ordr'"),
         (["order"], 2, "--input_dir is missing"),
         (["order", "--input_dir", "x", "--num_samples", "1,2"], 2, "three whole numbers"),

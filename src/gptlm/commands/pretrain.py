@@ -34,7 +34,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     """The run that `argv` and the launcher's `environment` describe.
 
     Args:
-        printing: the run is for --print_config: `--world_size` counts, missing folders are logged.
+        printing: the run is for --print_config: `--world_size` counts, folders that are not given are logged.
 
     Raises:
         UsageError: listing everything that is wrong.

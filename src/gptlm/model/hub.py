@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, snapshot_download
 
-from gptlm.errors import GptlmError, reason_of
+from gptlm.errors import GptlmError, named, reason_of
 from gptlm.model.files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -87,7 +87,11 @@ def model_folder(name: str, hint: str = "") -> str:
         return name
     preset = PRESETS.get(name)
     if preset is None:
-        raise GptlmError(f"model_name_or_path {name!r} is neither a folder nor a built-in name{hint}")
+        known = ", ".join(key for key in PRESETS if "/" not in key)
+        raise GptlmError(
+            f"{named('model_name_or_path')} {name!r} is neither a folder nor a built-in name{hint}; "
+            f"built-in are {known}"
+        )
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")
     return hub_folder(preset.hub_id, weights=True)
