@@ -441,7 +441,7 @@ def test_many_epochs_are_warned_of(train, capsys):
         (lambda p: (p / "c.bin").write_bytes((p / "c.bin").read_bytes()[:-4]), (), "c.bin is"),
         (lambda p: (p / "c.idx").write_bytes(b""), (), "c.idx is 0 bytes"),
         (lambda p: (p / "c.idx").unlink(), (), "c.idx does not exist"),
-        (lambda p: [f.unlink() for f in p.iterdir()], (), "holds no token files"),
+        (lambda p: [f.unlink() for f in p.iterdir()], (), "has no token files"),
         (lambda p: None, ("--vocab_size", "400", "--continue_training", "0"), "vocabulary has 400"),
         (lambda p: None, ("--split", "1,0,0"), "valid split is empty"),
         (lambda p: None, ("--split", "1,1,0", "--do_predict"), "test split is empty"),
@@ -453,7 +453,7 @@ def test_many_epochs_are_warned_of(train, capsys):
         ),
         (lambda p: None, ("--tokenizer_name_or_path", "{data}"), "holds no tokenizer"),
         (lambda p: None, ("--input_dir", "{data}/c.idx"), "one file of a pair; give the prefix .*/c$"),
-        (lambda p: narrowed(p), (), "uint16, its metadata speak of 70000 entries"),
+        (lambda p: narrowed(p), (), "uint16, which cannot store the 70000 entries in its metadata"),
     ],
 )  # fmt: skip
 def test_bad_input_stops_before_the_model_is_built(train, tmp_path, monkeypatch, prepare, words, says):

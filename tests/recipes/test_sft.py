@@ -402,8 +402,8 @@ def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
             json.dumps(ROWS[:1]),
             r"there are 1 examples in .*d\.json; one for training and one for evaluation",
         ),
-        ((), '[{"text": "x"}]', "of no known form"),
-        ((), "nowhere", "can be had neither from this machine nor from the HuggingFace hub"),
+        ((), '[{"text": "x"}]', "the keys text are not a known form"),
+        ((), "nowhere", "is neither on this machine nor on the HuggingFace hub"),
     ],
 )
 def test_data_that_cannot_be_learnt(tune, tmp_path, words, data, says, monkeypatch):

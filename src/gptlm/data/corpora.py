@@ -107,7 +107,7 @@ def find_prefixes(folder: str) -> list[str]:
     }
     if not prefixes:
         raise GptlmError(
-            f"{folder} has no token files (.bin/.idx or _ids.npy/_idx.npz), only {', '.join(names[:5]) or 'nothing'}; "
+            f"{folder} has no token files (.bin/.idx or _ids.npy/_idx.npz); it contains {', '.join(names[:5]) or 'no files'}; "
             "make them with scripts/preprocess_data.py"
         )
     return list(prefixes)
@@ -137,7 +137,7 @@ def check_ids(corpora: Sequence[Corpus], vocab_size: int, cache: IndexCache) -> 
         if entries - 1 > np.iinfo(tokens.tokens.dtype).max:
             raise GptlmError(
                 f"{tokens.path} is {tokens.tokens.dtype}, which cannot store the {entries} entries in its metadata: "
-                "the files are not of one run; preprocess again"
+                "the two files do not belong together; preprocess again"
             )
         if low >= 0 and high < vocab_size:
             continue
