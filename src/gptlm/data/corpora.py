@@ -106,8 +106,9 @@ def find_prefixes(folder: str) -> list[str]:
         if name.endswith(suffix)
     }
     if not prefixes:
+        contents = ", ".join(names[:5]) or "no files"
         raise GptlmError(
-            f"{folder} has no token files (.bin/.idx or _ids.npy/_idx.npz); it contains {', '.join(names[:5]) or 'no files'}; "
+            f"{folder} has no token files (.bin/.idx or _ids.npy/_idx.npz); it contains {contents}; "
             "make them with scripts/preprocess_data.py"
         )
     return list(prefixes)
