@@ -186,8 +186,8 @@ def reading(path: str) -> Iterator[None]:
         if isinstance(error, GptlmError) or is_out_of_memory(error):
             raise
         advice = (
-            "fix the cause, or remove that folder to go on from an older one"
+            "fix the cause, or remove that folder to resume from an older one"
             if isinstance(error, OSError)
-            else "remove that folder to go on from an older one"
+            else "remove that folder to resume from an older one"
         )
         raise GptlmError(f"the checkpoint {path} cannot be read: {reason_of(error)}; {advice}") from error

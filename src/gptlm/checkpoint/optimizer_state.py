@@ -83,7 +83,7 @@ class StoredStates:
 
     def _get(self, key: str) -> Tensor:
         if key not in self.tensors:
-            raise GptlmError(f"the checkpoint {self.folder} lacks {key}; go on from another one")
+            raise GptlmError(f"the checkpoint {self.folder} lacks {key}; resume from another checkpoint")
         return self.tensors[key]
 
 

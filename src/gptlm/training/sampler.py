@@ -9,7 +9,7 @@ class ConsecutiveBatches(Sampler[list[int]]):
     """Batch b of replica r is samples start + (b x replicas + r) x batch_size and the next batch_size - 1.
 
     So all replicas together read start, start + 1, ... whatever their number, as PaddleNLP's DistributedBatchSampler
-    does, and going on after a stop is a matter of `start`.
+    does, and resuming is a matter of `start`.
 
     Args:
         start: first sample, the number of samples consumed so far.

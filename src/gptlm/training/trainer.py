@@ -81,6 +81,14 @@ class GPTTrainer(Trainer):
     Stock arguments are enough: `GPTTrainer(model=model, args=TrainingArguments(...), train_dataset=dataset)`, where
     `dataset` is a sequence of blocks (T + 1 token ids) or of dicts (`input_ids`, optionally `labels` in HuggingFace's
     convention). Each epoch then reads it in an order of its own. Each part has a default that suits model and `args`.
+    For example:
+
+        from gptlm.model.build import new_model
+        from gptlm.model.presets import PRESETS
+        model = new_model(PRESETS["gpt2-en"].shape)
+        blocks = [[token % 50257 for token in range(start, start + 129)] for start in range(64)]
+        GPTTrainer(model, TrainingArguments("output", max_steps=3, logging_steps=1), train_dataset=blocks).train()
+
     Token counts are exact for a list; of another dataset every sample counts as long as the first.
 
     Args:
