@@ -56,7 +56,7 @@ class Schedule:
         return self.minimum + share * (self.maximum - self.minimum)
 
     def _from_the_first_step(self, step: int) -> float:
-        """A cosine that runs beneath the warm-up; the rate falls a little where warm-up ends."""
+        """A cosine that starts at step 0, below the warm-up, so the rate drops slightly when warm-up ends."""
         if step < self.warmup:
             return self.maximum * step / self.warmup
         lowest = self.minimum / self.maximum if self.maximum else 0.0

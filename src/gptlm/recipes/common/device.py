@@ -16,7 +16,7 @@ from gptlm.recipes.common.main_process_first import explain_timeout
 
 logger = logging.getLogger(__name__)
 
-PEAKS = {  # part of a GPU's name -> see peak_flops; a name that begins another comes after it
+PEAKS = {  # part of a GPU's name -> see peak_flops; a name that is a prefix of another comes after it
     "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "A800": 312e12,
     "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12,
 }  # fmt: skip
@@ -39,7 +39,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are kept in."""
+        """The dtype of the weights."""
         return {"fp16": torch.float16, "bf16": torch.bfloat16}[self.precision] if self.half_weights else torch.float32
 
 
@@ -65,7 +65,7 @@ def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
 
 
 def precision_of(fp16: bool, bf16: bool, level: str) -> str:
-    """The arithmetic that flags ask for; level O0 switches half precision off."""
+    """The precision requested by the flags; O0 disables half precision."""
     return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
 
 

@@ -25,7 +25,7 @@ UNNOTED = {"content": "does not note the content of the token files: whether the
 
 
 def check_output(flag: str, folder: Path) -> None:
-    """Find out now, not at the first checkpoint, that nothing can be written.
+    """Check at the start, not at the first checkpoint, that the folder is writable.
 
     Raises:
         GptlmError: if `folder` or what it would lie in is a file, or cannot be written to.
@@ -43,7 +43,7 @@ def check_output(flag: str, folder: Path) -> None:
 
 @contextmanager
 def lock_output(run: Run) -> Iterator[None]:
-    """No other run writes into `output_dir` meanwhile; a killed one leaves no lock behind.
+    """Lock `output_dir` against other runs. The lock of a killed process is released by the OS.
 
     Raises:
         GptlmError: if another run does.
@@ -138,7 +138,7 @@ def check_shape(run: Run, found: Checkpoint) -> None:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """What changes the updates to come when a run resumes with other flags."""
+    """Settings that change later updates if a run resumes with other values."""
     training = run.training
     names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
     more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -146,7 +146,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def log_changes(resume: Checkpoint, manifest: dict[str, dict[str, Any]]) -> None:
-    """One line per value that is not what it was when the checkpoint was written, as far as that was noted."""
+    """Log one line per setting that differs from the one recorded in the checkpoint."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
         noted = resume.manifest.get(kind) or {}
         for name, value in manifest[kind].items():

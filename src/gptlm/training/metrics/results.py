@@ -1,4 +1,4 @@
-"""Result files of a run: `NAME_results.json`, and `all_results.json` with everything so far; whose they are."""
+"""Result files of a run: `NAME_results.json`, their union `all_results.json`, and the model that they belong to."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from gptlm.compat.log_lines import perplexity
 logger = logging.getLogger(__name__)
 
 
-OWNERS = "results_of.json"  # suffix of result files -> the model they tell of, beside them
+OWNERS = "results_of.json"  # JSON: suffix of result files -> the model they belong to
 OWN = "the model trained here"
 
 
@@ -39,7 +39,7 @@ def suffix_of(folder: Path, of: str | None) -> str:
     model = of or OWN
     owners: dict[str, str] = {key: str(value) for key, value in _read(folder / OWNERS).items()}
     if "" not in owners and any(folder.glob("*_results.json")):
-        owners[""] = OWN  # of a version that noted nothing
+        owners[""] = OWN  # written by a version without this file
     if model == OWN and owners.get("", OWN) != OWN:
         other = _free(owners)
         owners[other] = owners.pop("")
@@ -63,13 +63,13 @@ def _replace(path: Path, content: Mapping[str, object]) -> None:
     os.replace(temporary, path)
 
 
-WINDOW = 100  # log lines that the speed is a mean of
+WINDOW = 100  # log lines in the mean speed
 
 
 def summary_table(
     name: str, history: Sequence[Mapping[str, float]], *, parameters: int, seq_length: int, steps: int
 ) -> list[str]:
-    """The table at the end of the 8-card recipes, and what its numbers are.
+    """The table at the end of the 8-GPU recipes, with an explanation of its columns.
 
     Args:
         history: the noted log lines: `eval_loss` of each evaluation, `interval_samples_per_second` of each step.

@@ -1,4 +1,4 @@
-"""Log lines in PaddleNLP's words, which scripts grep, and where they go."""
+"""PaddleNLP's log lines, which users' scripts parse, the console handler, and the throughput meter."""
 
 import logging
 import sys
@@ -14,7 +14,8 @@ from gptlm.quiet import hide_trainer_resume_warning
 class ConsoleHandler(logging.Handler):
     """`[2026-11-27 10:00:00,123] [    INFO] - text` on stdout or stderr, above a progress bar if there is one.
 
-    A record's `head` says otherwise: "fleetx" is `[INFO 2026-11-27 10:00:00,123 trainer.py:1] text`, "" is the text.
+    A record's `head` selects another prefix: "fleetx" is `[INFO 2026-11-27 10:00:00,123 trainer.py:1] text`, "" is
+    no prefix.
     """
 
     COLOURS = {"DEBUG": "\x1b[35m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
@@ -72,11 +73,11 @@ class Throughput:
 
     Args:
         world: processes of the job.
-        utilisation: share of a device's peak that one token per second is; None: not known.
+        utilisation: share of the device's peak FLOP/s used by one token per second; None: unknown.
 
     Attributes:
         mean: samples and tokens of the mean step between the last two log lines.
-        seconds, reading: how long it took, and what of that went by waiting for data.
+        seconds, reading: duration of that step, and the part of it spent waiting for data.
     """
 
     def __init__(self, *, world: int, utilisation: float | None = None):
@@ -93,14 +94,14 @@ class Throughput:
         self._reading += seconds
 
     def exclude(self, seconds: float) -> None:
-        """Leave out the last `seconds`, in which nothing was trained."""
+        """Exclude the last `seconds` (evaluation, saving) from the interval."""
         self._time = min(self._time + seconds, time.perf_counter())
 
     def interval(self, step: int, trained: tuple[int, int]) -> dict[str, float]:
         """PaddleNLP's `interval_*` fields since the last call or `restart`, and `mfu` where the peak is known.
 
         Args:
-            trained: samples and tokens up to `step`: what was trained, without padding and what fills batches up.
+            trained: samples and tokens up to `step`: without padding and fill-up rows.
         """
         seconds, steps = max(time.perf_counter() - self._time, 1e-9), step - self._step
         new = [now - before for now, before in zip(trained, self._trained, strict=True)]

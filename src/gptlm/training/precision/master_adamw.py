@@ -1,4 +1,4 @@
-"""AdamW for half-precision weights: it keeps and updates float32 copies of them (fp16_opt_level O2).
+"""AdamW for half-precision weights, with float32 master weights (fp16_opt_level O2).
 
 Copies, moments and gradients of all weights lie end to end, so that a step is a handful of passes over memory.
 """
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from gptlm.kernels.compiling import compile_obstacle
 from gptlm.parallel.flat_grad_sync import flatten_gradients
 
-ALIGNED = 64  # elements; each weight begins at a multiple
-EAGER = 1 << 24  # elements updated together where passes are not fused: what temporary values need
+ALIGNED = 64  # elements; every weight starts at a multiple, so that vectorized kernels apply
+EAGER = 1 << 24  # elements per unfused update; bounds the memory of temporaries
 
 
 class MasterWeightAdamW(torch.optim.Optimizer):
     """AdamW whose own parameters are float32 copies ("master weights") of the model's half-precision ones.
 
-    Small updates are lost in half precision; they add up in the copies, from which the model's weights are rounded
-    (Micikevicius et al. 2018, section 3.1). Per optimizer step: `take_gradients`, unscale and clip, `step`.
+    Half precision loses small updates; the float32 copies accumulate them, and the model's weights are the rounded
+    copies (Micikevicius et al. 2018, section 3.1). Per optimizer step: `take_gradients`, unscale and clip, `step`.
 
     Args:
         groups: parameter groups of the model's weights, as for AdamW.
-        fused: do the update in one compiled pass, where Triton can compile for the weights' device.
+        fused: update in one compiled pass, if Triton supports the weights' device.
 
     Attributes:
         weights, masters: of the model, and their float32 copies (views of one tensor), in the same order.
@@ -57,8 +57,8 @@ class MasterWeightAdamW(torch.optim.Optimizer):
             group["params"] = [next(masters) for _ in group["params"]]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.updates = 0
-        self.added = False  # gradients are being added up in float32
-        self._placed: Tensor | None = None  # where gradients are added up in half precision
+        self.added = False  # gradients are accumulated in float32
+        self._placed: Tensor | None = None  # half-precision buffer for gradient accumulation
         self._gradient, self._factor, self._idle = torch.zeros(0), torch.ones(()), set[int]()  # until they are taken
         self._update: Callable[..., None] = _in_pieces
         if fused and self.weights[0].is_cuda and compile_obstacle("cuda") is None:
@@ -84,9 +84,9 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def flat_gradients(self) -> Tensor:
-        """The gradients of all weights end to end, in their precision, taken from the weights.
+        """The gradients of all weights in one flat tensor, in their dtype; `.grad` of the weights is cleared.
 
-        They are `gradient_views` if those were asked for, else a tensor that lives until it is used.
+        The tensor is the accumulation buffer if `gradient_views` was used, else a temporary one.
         """
         self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
         flat = self._zeros(self.weights[0].dtype) if self._placed is None else self._placed
@@ -96,7 +96,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_gradients(self, gathered: Tensor | None = None) -> None:
-        """Use the gradients of the whole step: those of the weights, or `gathered` ones. Weights without are kept."""
+        """Set the gradients of the step: `.grad`, or `gathered`. Weights without one are not updated."""
         if self.added:
             self._gradient, self.added = self._sum, False
         else:
@@ -105,27 +105,27 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Those taken become the mean over all processes, in one exchange."""
+        """Average the gradients over all processes with one all-reduce."""
         world = dist.get_world_size()
         if self._gradient.dtype == torch.float16:
-            self._gradient.div_(world)  # a sum might overflow
+            self._gradient.div_(world)  # before the sum, which could overflow in float16
         else:
             self._factor = self._factor / world
         dist.all_reduce(self._gradient)
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Of each weight, as the next step will use them, float32."""
+        """The float32 gradient of each weight, as the next step uses it."""
         return [view.float() * self._factor for view in self._views(self._gradient)]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the gradients; `step` does it."""
+        """Scale the gradients; applied in `step`, which saves a pass over them."""
         self._factor = self._factor * factor
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The global norm of the gradients, float32, without waiting for the device."""
+        """The global gradient norm, a float32 scalar tensor; does not synchronize with the device."""
         return torch.linalg.vector_norm(self._gradient, dtype=torch.float32) * self._factor
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """The model's weights become the masters, rounded."""
+        """Copy the masters, rounded, into the model's weights."""
         torch._foreach_copy_(self.weights, self.masters)
 
     def _runs(self) -> Iterator[tuple[dict[str, Any], slice]]:
@@ -160,7 +160,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @cached_property
     def gradient_views(self) -> list[Tensor]:
-        """Where gradients of several passes may be added up, one tensor per weight; from there they are not copied."""
+        """Views of the flat gradient buffer, one per weight, for accumulation without a copy."""
         self._placed = self._zeros(self.weights[0].dtype)
         return self._views(self._placed)
 
@@ -209,7 +209,7 @@ def adamw_(
 
 
 def _in_pieces(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, *rest: Any) -> None:
-    """`adamw_`, of a part at a time."""
+    """`adamw_` in chunks."""
     flat = (master, exp_avg, exp_avg_sq, gradient)
     for pieces in zip(*(tensor.split(EAGER) for tensor in flat), strict=True):
         adamw_(*pieces, *rest)
