@@ -97,7 +97,7 @@ def test_utf16_and_cut_archives_are_named(tmp_path):
     many = b"".join(b'{"text": "%d"}\n' % i for i in range(20000))
     for name, whole in (("cut.jsonl.zst", zstandard.compress(many)), ("broken.jsonl.gz", gzip.compress(many))):
         (tmp_path / name).write_bytes(whole[: len(whole) // 2] + (bytes(100) if "broken" in name else b""))
-        with pytest.raises(GptlmError, match=f"cannot read .*{name}.*is the file whole"):
+        with pytest.raises(GptlmError, match=f"cannot read .*{name}.*is the file complete"):
             list(read_texts(str(tmp_path / name)))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES)[:-12])
     with pytest.raises(GptlmError, match="cut.jsonl.gz"):
@@ -157,7 +157,7 @@ def test_parquet(tmp_path):
         list(read_texts(str(tmp_path / "a.parquet"), "title"))
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(content[: len(content) // 2])
-    with pytest.raises(GptlmError, match="cannot read .*b.parquet.*is the file whole"):
+    with pytest.raises(GptlmError, match="cannot read .*b.parquet.*is the file complete"):
         list(read_texts(str(tmp_path / "b.parquet")))
 
 

@@ -259,7 +259,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(GptlmError, match="cannot read .*: No such file"):
         list(read_records(tmp_path / "y.json"))
     (tmp_path / "x.parquet").write_bytes(b"no")
-    with pytest.raises(GptlmError, match="cannot read .*x.parquet.*is the file whole"):
+    with pytest.raises(GptlmError, match="cannot read .*x.parquet.*is the file complete"):
         list(read_records(tmp_path / "x.parquet"))
 
 
