@@ -1,0 +1,19 @@
+import pytest
+import torch
+
+from gptlm.kernels.output_layer import padded_rows
+
+
+@pytest.mark.parametrize("count", [1, 127, 129, 509])
+def test_rows_are_padded_with_zeros_to_a_multiple_of_128(count):
+    weight = torch.randn(count, 3, requires_grad=True)
+    padded = padded_rows(weight)
+    assert padded.shape == (-(-count // 128) * 128, 3)
+    assert torch.equal(padded[:count], weight) and not padded[count:].any()
+    (gradient,) = torch.autograd.grad(padded.sum(), weight)
+    assert torch.equal(gradient, torch.ones_like(weight))
+
+
+def test_a_multiple_of_128_is_not_copied():
+    weight = torch.randn(256, 3)
+    assert padded_rows(weight) is weight
