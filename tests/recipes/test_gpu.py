@@ -1,4 +1,4 @@
-"""On a CUDA device: precisions agree, document kernels are right, the log has memory fields."""
+"""On a CUDA device: precisions agree, the log has memory fields."""
 
 import functools
 import json
@@ -11,7 +11,6 @@ from gptlm.checkpoint.folder import read
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError
 from gptlm.kernels.fused_gelu import GELU_AUX_BIAS, _products, linear_gelu, linear_gelu_gradient
-from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 from tests.conftest import ROOT, run_script
@@ -66,23 +65,6 @@ def test_half_weights_agree_with_autocast(losses, flag):
     if flag == "--fp16":
         found = losses("skips", flag, "--fp16_opt_level", "O2", "--scale_loss", 2.0**40)
         assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=0.1) and found[-1]["loss"] < 7
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_document_attention_is_that_of_each_document(dtype):
-    """The variable-length kernels give values and gradients of plain attention, document by document."""
-    torch.manual_seed(0)
-    documents = Documents(torch.tensor([0, 1, 40, 64, 128, 200, 256]), 72)
-    leaves = [torch.randn(2, 4, 128, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)]
-    ours = document_attention(*leaves, Documents(documents.offsets.cuda(), 72), 0.0)
-    grads = torch.autograd.grad(ours.float().square().sum(), leaves)
-    plain = [leaf.detach().cpu().float().requires_grad_() for leaf in leaves]
-    wanted = document_attention(*plain, documents, 0.0)
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(ours.cpu().float(), wanted, rtol=0, atol=tolerance)
-    for mine, other in zip(grads, torch.autograd.grad(wanted.square().sum(), plain)):
-        torch.testing.assert_close(mine.cpu().float(), other, rtol=0, atol=10 * tolerance)
-    assert document_attention(*leaves, Documents(documents.offsets.cuda(), 72), 0.5).isfinite().all()
 
 
 @pytest.mark.parametrize("flag", [(), ("--bf16",)])

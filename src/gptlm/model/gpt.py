@@ -27,9 +27,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from gptlm.disk import apply_umask
+from gptlm.kernels.attention import Documents, attention
 from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
 from gptlm.kernels.linear_cross_entropy import summed_loss
-from gptlm.kernels.varlen_attention import Documents, document_attention
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.upstream.transformers import detach_from_model_config, transpose_on_disk
 
@@ -49,6 +49,7 @@ class Attention(nn.Module):
         # PaddleNLP uses attention_probs_dropout_prob for the attention output as well, GPT-2 uses resid_pdrop there.
         self.resid_dropout = nn.Dropout(getattr(config, "attn_resid_pdrop", config.resid_pdrop))
         self.recompute_core = False
+        self.shapes_repeat = False
         # Tensor parallelism: each rank draws the dropout of its own heads, all other dropout is the same on all ranks.
         self.core_context: Callable[[], AbstractContextManager] | None = None
 
@@ -65,31 +66,26 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+        repeat = self.shapes_repeat and cache is None  # with a cache each step is another shape
         if self.recompute_core and self.training:
-            out = checkpoint(self._core, q, k, v, mask, documents, use_reentrant=False)
+            out = checkpoint(self._core, q, k, v, mask, documents, repeat, use_reentrant=False)
         else:
-            out = self._core(q, k, v, mask, documents)
+            out = self._core(q, k, v, mask, documents, repeat)
         return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None, repeat: bool
+    ) -> Tensor:
         """dropout(softmax(q k^T / sqrt(head_dim))) v, (batch, heads, length, head_dim)."""
         dropout = self.dropout if self.training else 0.0
-        attend = self._attend_in_context if dropout and self.core_context is not None else self._attend
-        return attend(q, k, v, mask, documents, dropout)
+        attend = self._attend_in_context if dropout and self.core_context is not None else attention
+        return attend(q, k, v, mask=mask, documents=documents, dropout=dropout, shapes_repeat=repeat)
 
     @torch.compiler.disable  # changing the RNG generator causes a graph break
-    def _attend_in_context(self, *args) -> Tensor:
+    def _attend_in_context(self, *args, **how) -> Tensor:
         assert self.core_context is not None
         with self.core_context():
-            return self._attend(*args)
-
-    def _attend(self, q, k, v, mask: Tensor | None, documents: Documents | None, dropout: float) -> Tensor:
-        if documents is not None:
-            return document_attention(q, k, v, documents, dropout)
-        # A single query sees the whole cache. The conditional makes a plain bool of the SymBool that torch.compile
-        # has for a dynamic length, which scaled_dot_product_attention does not accept.
-        causal = True if mask is None and q.shape[2] > 1 else False
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+            return attention(*args, **how)
 
 
 class MLP(nn.Module):
@@ -199,6 +195,11 @@ class GPTModel(GPTPreTrainedModel):
             block.recompute = chosen
             block.attn.recompute_core = chosen == "core_attn"
 
+    def expect_repeated_shapes(self) -> None:
+        """Allow kernels that plan once for each shape of a batch: there are few."""
+        for block in self.own_blocks:
+            block.attn.shapes_repeat = True
+
     @property
     def own_blocks(self) -> list[Any]:
         """The blocks of this process: all of them, unless other pipeline stages hold some."""
@@ -292,9 +293,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             shift_labels: (batch, length) the target of each position, not shifted again; overrides `labels`.
             num_items_in_batch: divisor of the summed loss; None means the number of targets in this batch.
             logits_to_keep: also return logits of the last n positions (0 = all) beside a loss.
-            cu_seqlens: (documents + 1,) int64, first token of each document in the flattened batch, then batch x
-                length. Attention stays inside each document.
-            max_seqlen: tokens of the longest document.
+            cu_seqlens: (documents + 1,) int32, first token of each document in the flattened batch, then batch x
+                length. Attention stays inside each document, which can be empty.
+            max_seqlen: tokens of the longest document, or more.
 
         Returns:
             loss: float32 scalar or None; logits: (batch, n, vocabulary) or None.

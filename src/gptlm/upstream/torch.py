@@ -33,6 +33,11 @@ COLLECTIVES = (
 GROUP_NAMES = (Needed(_C10D, "_resolve_process_group", ("group_name",)),)
 STORE = (Needed(_C10D, "_get_default_store"),)
 LINEAR = (Needed("torch._C._nn", "linear"),)
+# `torch.nn.attention.varlen` calls the first one, too, but has no dropout
+VARLEN = (
+    Needed("torch", "ops.aten._flash_attention_forward"),
+    Needed("torch", "ops.aten._efficient_attention_forward"),
+)
 NVLINK = (
     Needed("torch._C._distributed_c10d", "_detect_dma_connectivity"),
     Needed("torch._C._autograd", "DeviceType.CUDA"),
@@ -43,7 +48,7 @@ LAST_LR = (Needed("torch.optim.lr_scheduler", "LRScheduler", uses=("_last_lr",))
 REBUILD = tuple(
     Needed("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
 )
-ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *NVLINK, *TRITON, *STAGE, *LAST_LR, *REBUILD)
+ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *VARLEN, *NVLINK, *TRITON, *STAGE, *LAST_LR, *REBUILD)
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:
@@ -135,6 +140,32 @@ def triton_obstacle() -> str | None:
     from torch.utils._triton import has_triton
 
     return None if has_triton() else "Triton is not installed, or does not support this GPU"
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+CAUSAL = 1  # mask type of the memory-efficient kernel, by first tokens
+
+
+def flash_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
+) -> Tensor:
+    """Causal attention in each of several sequences laid end to end, three (N, H, E) -> (N, H, E), in half precision.
+
+    Args:
+        offsets: (n + 1,) int32 on the GPU, where each sequence starts, then N.
+        longest: length of the longest sequence, or more.
+    """
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q, k, v, offsets, offsets, longest, longest, dropout, True, False, scale=scale)[0]
+
+
+def efficient_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
+) -> Tensor:
+    """As `flash_varlen_attention` in any precision."""
+    forward, one = torch.ops.aten._efficient_attention_forward, (q[None], k[None], v[None])
+    return forward(*one, None, offsets, offsets, longest, longest, dropout, CAUSAL, True, scale=scale)[0][0]
 
 
 # Others ---------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import EvalPrediction
 
-from gptlm.kernels.varlen_attention import Documents
+from gptlm.kernels.attention import Documents
 from gptlm.training.metrics.loss import LossMetrics
 from gptlm.training.metrics.results import suffix_of
 from gptlm.training.metrics.text import text_scores
