@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.data.collate import NO_TARGETS, DocumentCollator, PackCollator, RowCollator, collate_blocks, pack
+from gptlm.data.collate import NO_TARGETS, DocumentCollator, PackCollator, RowCollator, collate_blocks, documents_in
 from gptlm.data.conversations import Turn
 from gptlm.data.epochs import Filled
 from gptlm.data.rows import with_targets
@@ -33,7 +33,18 @@ def test_documents_on_twelve_tokens(masking, eod_mask_loss):
     if masking != "none":
         assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1], list(range(11))]
     if masking == "attention":
-        assert batch["cu_seqlens"].tolist() == [0, 4, 9, 11, 22] and batch["max_seqlen"] == 11
+        assert batch["cu_seqlens"].tolist() == [0, 4, 9, 11] + [22] * 60 and batch["max_seqlen"] == 11
+        assert batch["cu_seqlens"].dtype == torch.int32
+
+
+@pytest.mark.parametrize(("documents", "entries"), [(1, 64), (63, 64), (64, 128), (127, 128), (128, 256)])
+def test_offsets_have_few_shapes(documents, entries):
+    """n documents have n + 1 offsets; the rest are empty documents at the end."""
+    found = documents_in([2] * documents, 2 * documents)
+    offsets = found["cu_seqlens"].tolist()
+    assert len(offsets) == entries
+    assert offsets == [*range(0, 2 * documents, 2)] + [2 * documents] * (entries - documents)
+    assert found["position_ids"].tolist() == [[0, 1] * documents] and found["max_seqlen"] == 2 * documents
 
 
 def codes(text):
@@ -46,8 +57,19 @@ def test_targets_come_from_lengths_not_from_ids():
     batch = RowCollator(END)([[short], [long]])
     assert batch["input_ids"].tolist() == [codes("ax...."), codes("abcdxy")]
     assert batch["labels"].tolist() == [[*codes("x."), -100, -100, -100, -100], [-100, -100, -100, *codes("xy.")]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0], [1] * 6]
-    assert batch["shift_labels"] is batch["labels"]
+    assert batch["shift_labels"] is batch["labels"] and "attention_mask" not in batch
+
+
+def test_widths_of_padded_batches():
+    """A multiple of 4 up to the limit; never shorter than the longest row."""
+    short, long = rows([Turn("a", "x")], [Turn("abcd", "xy")])
+    for limit, wanted in ((None, (4, 8)), (8, (4, 8)), (7, (4, 7)), (6, (4, 6)), (3, (3, 6))):
+        collator = RowCollator(END, 4, limit)
+        batches = collator([[short]]), collator([[short], [long]])
+        assert tuple(batch["input_ids"].shape[1] for batch in batches) == wanted
+        assert batches[1]["input_ids"].tolist()[1][:6] == codes("abcdxy")
+        assert (batches[0]["labels"][0, 2:] == -100).all()
+    assert RowCollator(END, 4, pad_left=True)([[short], [long]])["input_ids"].shape == (2, 6)
 
 
 def test_paddlenlp_s_padding_is_on_the_left_and_has_no_mask():
@@ -57,21 +79,18 @@ def test_paddlenlp_s_padding_is_on_the_left_and_has_no_mask():
     assert batch["labels"].tolist()[0] == [-100] * 4 + codes("x.")
 
 
-def test_packs_are_as_full_as_the_order_allows():
-    found = rows(*([Turn("a" * n, "x")] for n in (2, 3, 4, 6)))  # inputs of 3, 4, 5 and 7 tokens
-    assert [[len(row.ids) - 1 for row in pack] for pack in pack(found, 12)] == [[3, 4, 5], [7]]
-
-
 def test_a_packed_batch():
+    """Every row has the given length; what is left is a document of its own."""
     one, two, three = rows([Turn("a", "x")], [Turn("bc", "y")], [Turn("defg", "z")])
-    batch = PackCollator(END)([[one, two], [three]])
+    batch = PackCollator(END, 5)([[one, two], [three]])
     assert batch["input_ids"].tolist() == [codes("axbcy"), codes("defgz")]
     assert batch["labels"].tolist() == [[*codes("x."), -100, *codes("y.")], [-100, -100, -100, *codes("z.")]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert batch["cu_seqlens"].tolist() == [0, 2, 5, 10] and batch["max_seqlen"] == 5
-    short = PackCollator(END)([[one], [three]])
-    assert short["cu_seqlens"].tolist() == [0, 2, 5, 10] and short["position_ids"][0].tolist() == [0, 1, 0, 1, 2]
-    assert short["labels"][0].tolist() == [*codes("x."), -100, -100, -100]
+    assert batch["cu_seqlens"].tolist() == [0, 2, 5] + [10] * 61 and batch["max_seqlen"] == 5
+    short = PackCollator(END, 7)([[one], [one, three]])
+    assert short["cu_seqlens"].tolist() == [0, 2, 7, 9] + [14] * 60 and short["max_seqlen"] == 7
+    assert short["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4]]
+    assert short["labels"][0].tolist() == [*codes("x."), *[-100] * 5]
 
 
 def test_samples_that_fill_batches_up_have_no_targets():

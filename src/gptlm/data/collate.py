@@ -33,8 +33,8 @@ class DocumentCollator:
     """As `collate_blocks` for samples that come with the lengths of their documents.
 
     Attributes:
-        masking: "position" adds `position_ids` (B, T) that restart with each document, "attention" also `cu_seqlens`
-            (n + 1,), where documents start in the batch laid end to end, and `max_seqlen`, the longest one.
+        masking: "position" adds `position_ids` (B, T) that restart with each document, "attention" what `documents_in`
+            returns.
         eod_mask_loss: the first token of a document is not a target, because nothing before it predicts it.
     """
 
@@ -50,79 +50,102 @@ class DocumentCollator:
                 batch["labels"][row, first[1:] - 1] = IGNORED
         if self.masking != "none":
             starts = np.concatenate([row * length + first[first < length] for row, first in enumerate(firsts)])
-            offsets = np.append(starts, len(samples) * length)
-            sizes = np.diff(offsets)
-            positions = np.arange(len(samples) * length) - np.repeat(starts, sizes)
-            batch["position_ids"] = torch.from_numpy(positions).view(len(samples), length)
-            if self.masking == "attention":
-                batch |= {"cu_seqlens": torch.from_numpy(offsets), "max_seqlen": int(sizes.max())}
+            batch |= documents_in(np.diff(starts, append=len(samples) * length), length)
+            if self.masking == "position":
+                del batch["cu_seqlens"], batch["max_seqlen"]
         return batch
+
+
+MIN_OFFSETS = 64
+
+
+def documents_in(sizes: Sequence[int] | np.ndarray, length: int) -> dict[str, Any]:
+    """Where documents lie in a batch of rows of `length` positions: what limits attention to tokens of a document.
+
+    Shapes depend little on the documents, so that few of them are compiled or captured as a CUDA graph.
+
+    Args:
+        sizes: positions of each document, row after row; they fill all rows, and each row begins a document.
+
+    Returns:
+        position_ids: (B, T) int64, from 0 in each document.
+        cu_seqlens: int32, where documents start in the batch laid end to end. The rest, up to a power of two that is
+            at least `MIN_OFFSETS`, is B x T: documents without tokens.
+        max_seqlen: T, an upper bound of the lengths.
+    """
+    offsets = np.cumsum([0, *sizes])
+    total = int(offsets[-1])
+    positions = np.arange(total) - np.repeat(offsets[:-1], sizes)
+    entries = max(MIN_OFFSETS, 1 << (len(offsets) - 1).bit_length())
+    padded = np.full(entries, total, dtype=np.int32)
+    padded[: len(offsets)] = offsets
+    return {
+        "position_ids": torch.from_numpy(positions).view(-1, length),
+        "cu_seqlens": torch.from_numpy(padded),
+        "max_seqlen": length,
+    }
 
 
 # Fine-tuning ------------------------------------------------------------------------------------------------------
 
 
-def pack(rows: Sequence[Row], length: int) -> list[list[Row]]:
-    """Consecutive rows together, as many as fit into `length` tokens."""
-    packs: list[list[Row]] = []
-    used = length
-    for row in rows:
-        size = len(row.ids) - 1  # the last id is only a target
-        if used + size > length:
-            packs.append([])
-            used = 0
-        packs[-1].append(row)
-        used += size
-    return packs
-
-
 @dataclass(frozen=True)
 class RowCollator:
-    """Samples of one row each -> `input_ids`, `attention_mask` and targets, (B, T), padded on the right.
+    """Samples of one row each -> `input_ids` and targets, (B, T), padded on the right.
 
-    `pad_left` is PaddleNLP's way: padding is on the left and, without a mask, is attended to.
+    There is no mask: causal attention never lets a token see what is on its right, and padding is no target.
+
+    Attributes:
+        multiple: T is a multiple of it, but `limit` at most: few lengths mean few shapes to plan and compile for.
+        pad_left: PaddleNLP's way, padding is on the left and attended to. Then T is that of the longest row.
     """
 
     pad: int
+    multiple: int = 1
+    limit: int | None = None
     pad_left: bool = False
 
     def __call__(self, samples: Sequence[list[Row]]) -> dict[str, Any]:
         pairs = [_shifted(row) for sample in samples for row in sample]
-        width = max(len(inputs) for inputs, _ in pairs)
+        width = self.width(max(len(inputs) for inputs, _ in pairs))
         input_ids = np.full((len(pairs), width), self.pad, dtype=np.int64)
         labels = np.full((len(pairs), width), IGNORED, dtype=np.int64)
-        mask = np.zeros((len(pairs), width), dtype=np.int64)
         for number, (inputs, targets) in enumerate(pairs):
             place = slice(width - len(inputs), width) if self.pad_left else slice(0, len(inputs))
-            input_ids[number, place], labels[number, place], mask[number, place] = inputs, targets, 1
-        batch = _batch(input_ids, labels)
-        return batch if self.pad_left else batch | {"attention_mask": torch.from_numpy(mask)}
+            input_ids[number, place], labels[number, place] = inputs, targets
+        return _batch(input_ids, labels)
+
+    def width(self, longest: int) -> int:
+        """T of a batch whose longest row has `longest` positions."""
+        if self.pad_left:
+            return longest
+        width = -(-longest // self.multiple) * self.multiple
+        return max(longest, width if self.limit is None else min(width, self.limit))
 
 
 @dataclass(frozen=True)
 class PackCollator:
     """Samples of several rows each -> a batch in which every row attends to itself only and has its own positions.
 
-    Adds `position_ids` (B, T), `cu_seqlens` (n + 1,), where rows start in the batch laid end to end, and `max_seqlen`.
+    `input_ids` and targets are (B, length), whatever the rows' lengths. What is left of a sample is a document of its
+    own outside the loss. `documents_in` gives the other keys.
     """
 
     pad: int
+    length: int
 
     def __call__(self, samples: Sequence[list[Row]]) -> dict[str, Any]:
-        pairs = [[_shifted(row) for row in sample] for sample in samples]
-        width = max(sum(len(inputs) for inputs, _ in sample) for sample in pairs)
-        input_ids, labels, positions, sizes = [], [], [], []
-        for sample in pairs:
-            rest = width - sum(len(inputs) for inputs, _ in sample)
-            if rest:
-                sample = [*sample, (np.full(rest, self.pad), np.full(rest, IGNORED))]
-            input_ids.append(np.concatenate([inputs for inputs, _ in sample]).astype(np.int64))
-            labels.append(np.concatenate([targets for _, targets in sample]).astype(np.int64))
-            positions.append(np.concatenate([np.arange(len(inputs)) for inputs, _ in sample]))
-            sizes += [len(inputs) for inputs, _ in sample]
-        batch = _batch(np.stack(input_ids), np.stack(labels))
-        batch["position_ids"] = torch.from_numpy(np.stack(positions))
-        return batch | {"cu_seqlens": torch.from_numpy(np.cumsum([0, *sizes])), "max_seqlen": max(sizes)}
+        input_ids = np.full((len(samples), self.length), self.pad, dtype=np.int64)
+        labels = np.full((len(samples), self.length), IGNORED, dtype=np.int64)
+        sizes: list[int] = []
+        for number, sample in enumerate(samples):
+            pairs = [_shifted(row) for row in sample]
+            own = [len(inputs) for inputs, _ in pairs]
+            used = sum(own)
+            input_ids[number, :used] = np.concatenate([inputs for inputs, _ in pairs])
+            labels[number, :used] = np.concatenate([targets for _, targets in pairs])
+            sizes += [*own, self.length - used] if used < self.length else own
+        return _batch(input_ids, labels) | documents_in(sizes, self.length)
 
 
 def _shifted(row: Row) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +165,7 @@ def collate_samples(samples: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Blocks (T + 1 token ids), or dicts with `input_ids` and optionally `labels` -> a batch as of `collate_blocks`.
 
     `labels` of dicts are HuggingFace's, as long as `input_ids` and not shifted; without them each token is a target.
-    Shorter rows are padded on the right, and `attention_mask` is added where any is.
+    Shorter rows are padded on the right, without a mask, see `RowCollator`.
     """
     if not isinstance(samples[0], Mapping):
         return collate_blocks([np.asarray(sample, dtype=np.int64) for sample in samples])
@@ -154,11 +177,7 @@ def collate_samples(samples: Sequence[Any]) -> dict[str, torch.Tensor]:
         input_ids[number, : len(row)] = row
         targets[number, : len(row) - 1] = label[1:]
     tensor = torch.from_numpy(targets)
-    batch = {"input_ids": torch.from_numpy(input_ids), "labels": tensor, "shift_labels": tensor}
-    if any(len(row) < shape[1] for row in rows):
-        lengths = torch.tensor([len(row) for row in rows])
-        batch["attention_mask"] = (torch.arange(shape[1]) < lengths[:, None]).long()
-    return batch
+    return {"input_ids": torch.from_numpy(input_ids), "labels": tensor, "shift_labels": tensor}
 
 
 @dataclass(frozen=True)

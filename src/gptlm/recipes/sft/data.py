@@ -13,10 +13,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from gptlm.config.origin import Origin
 from gptlm.config.run import SftRun
-from gptlm.data.collate import NO_TARGETS, PackCollator, RowCollator, pack
+from gptlm.data.collate import NO_TARGETS, PackCollator, RowCollator
 from gptlm.data.conversations import Example, first_text, written_texts
 from gptlm.data.encoder import log_special_tokens
 from gptlm.data.epochs import Filled
+from gptlm.data.packing import fill, pack
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, Row, Text, text_encoder, with_targets
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
@@ -81,9 +82,19 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
     if not run.data.zero_padding:
         return SftData([[row] for row in train_rows], [[row] for row in dev_rows], prompts[:limit])
     length = run.data.max_length or 0
-    packs = pack(train_rows, length)
-    logger.info("%d examples are packed into %d samples of %d tokens", len(train_rows), len(packs), length)
-    return SftData(packs, pack(dev_rows, length), prompts[:limit])
+    return SftData(_packed(train_rows, length), _packed(dev_rows, length), prompts[:limit])
+
+
+def _packed(rows: list[Row], length: int) -> list[list[Row]]:
+    """Samples of several rows, `length` tokens at most."""
+    sizes = [len(row.ids) - 1 for row in rows]  # the last id is only a target
+    packs = pack(sizes, length)
+    if rows:
+        logger.info(
+            "%d examples are packed into %d samples of %d tokens, %.1f %% full",
+            len(rows), len(packs), length, fill(sizes, len(packs), length),
+        )  # fmt: skip
+    return [[rows[number] for number in one] for one in packs]
 
 
 def _prompts(row: Row) -> list[Prompt]:
@@ -109,7 +120,9 @@ def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowCollator | P
     """How samples become batches."""
     # any id would do for padding: it is not a target, and nothing attends to it
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return PackCollator(pad) if run.data.zero_padding else RowCollator(pad, pad_left=run.data.paddle_compat)
+    if run.data.zero_padding:
+        return PackCollator(pad, run.data.max_length or 0)
+    return RowCollator(pad, limit=run.data.max_length, pad_left=run.data.paddle_compat)
 
 
 def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:
