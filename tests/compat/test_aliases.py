@@ -136,6 +136,10 @@ def test_suggestions_have_an_effect(name):
         (SFT, "--use_peft --lora_r 4", "lora_rank", 4),
         (SFT, "--completion_only_loss false", "train_on_prompt", True),
         (SFT, "--no_cuda", "device", "cpu"),
+        (SFT, "--group_by_length", "group_by_length", True),
+        (SFT, "--train_sampling_strategy group_by_length", "group_by_length", True),
+        (SFT, "--train_sampling_strategy random", "group_by_length", False),
+        (SFT, "--pad_to_multiple_of 8", "pad_to_multiple_of", 8),
         (PREDICT, "--use_cpu", "device", "cpu"),
         (PREDICT, "--torch_dtype bfloat16", "bf16", True),
         (PREDICT, "--per_device_batch_size 3", "batch_size", 3),
@@ -155,8 +159,9 @@ def test_aliases_of_transformers_and_trl(vocabulary, words, flag, value):
 @pytest.mark.parametrize(
     ("vocabulary", "words", "says"),
     [
-        (PRETRAIN, "--group_by_length", "not implemented"),
-        (SFT, "--group_by_length 1", "not implemented"),
+        (PRETRAIN, "--group_by_length", "samples all have --max_seq_length tokens"),
+        (PRETRAIN, "--train_sampling_strategy group_by_length", "the sample order follows from --seed"),
+        (SFT, "--train_sampling_strategy sequential", "expected one of random, group_by_length"),
         (SFT, "--data_seed 3", "not implemented"),
         (PRETRAIN, "--data_seed 0", "not implemented"),
         (PRETRAIN, "--val_size 0.1", "--split 949,50,1"),

@@ -1,8 +1,11 @@
 """Epochs of samples in whole batches: each sample once per epoch, and where a run goes on."""
 
+import numpy as np
 import pytest
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from gptlm.data.epochs import BEGIN, Epochs, Position, Size, position_after, steps_in, steps_left
+from gptlm.data.epochs import BEGIN, Epochs, Position, Size, grouped_by_length, position_after, steps_in, steps_left
 
 
 def epochs(count=9, *, batch=4, steps=9, seed=3, start=BEGIN):
@@ -41,6 +44,29 @@ def test_counts_are_of_examples_and_tokens():
     rest = epochs(start=Position(0, 4))
     assert rest.trained(0) == (0, 0) and rest.trained(2) == Size(13 - data.trained(1)[0], 360 - data.trained(1)[1])
     assert rest.passes(2) == 1.0 and data.passes(9) == 3.0 and data.passes(1) == data.trained(1)[0] / 13
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(1, 4), (9, 4), (37, 3), (1000, 2), (1000, 7)])
+def test_grouping_is_that_of_transformers(samples, batch):
+    """From the same permutation; lengths differ, since among equal ones the order is free."""
+    lengths = np.random.default_rng(0).permutation(samples) + 1
+    generator = torch.Generator().manual_seed(5)
+    wanted = get_length_grouped_indices(lengths.tolist(), batch, generator=generator)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(5)).numpy()
+    assert grouped_by_length(order, lengths, batch).tolist() == wanted
+
+
+def test_grouped_epochs():
+    """Each sample once, another order in each epoch, and batches of samples that are alike."""
+    sizes = [Size(1, 1 + number * 7 % 400) for number in range(400)]
+    how = {"filler": None, "batch": 4, "steps": 200, "seed": 0}
+    data = Epochs(range(400), sizes=sizes, grouped=True, **how)
+    read = [data[i] for i in range(len(data))]
+    assert sorted(read[:400]) == sorted(read[400:]) == list(range(400)) and read[:400] != read[400:]
+    spread = lambda items: np.ptp(np.array([sizes[i].tokens for i in items]).reshape(-1, 4), axis=1).mean()  # noqa: E731
+    assert spread(read) < spread([Epochs(range(400), sizes=sizes, **how)[i] for i in range(400)]) / 10
+    rest = Epochs(range(400), sizes=sizes, grouped=True, **how, start=Position(1, 8))
+    assert [rest[i] for i in range(392)] == read[408:]
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from gptlm.data.collate import documents_in
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model, new_model
 from gptlm.model.gpt import GPTLMHeadModel
@@ -83,6 +84,53 @@ def test_losses_by_hand(tiny_model, ids):
     assert out.loss.item() == pytest.approx(as_they_are.item(), abs=1e-6)
     counted = model(ids, shift_labels=labels, num_items_in_batch=torch.tensor(25))
     assert counted.loss.item() == pytest.approx(as_they_are.item() * 50 / 25, abs=1e-5)
+
+
+def test_padding_on_the_right_needs_no_mask(tiny_model, ids):
+    """The same logits of real tokens, loss and gradients as with a mask, of ours and of the stock network."""
+    mask = torch.arange(20) < torch.tensor([[20], [7], [1]])
+    labels = ids.masked_fill(~mask, -100)
+    found = []
+    for network, given in (
+        (load_model, None),
+        (load_model, mask.long()),
+        (AutoModelForCausalLM.from_pretrained, mask.long()),
+    ):
+        model = network(str(tiny_model)).eval()
+        model(ids, attention_mask=given, labels=labels).loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((model(ids, attention_mask=given).logits[mask], gradients))
+    for logits, gradients in found[:2]:
+        torch.testing.assert_close(logits, found[2][0], rtol=0, atol=1e-5)
+        for name, gradient in gradients.items():
+            theirs = found[2][1][name]
+            theirs = theirs if theirs.shape == gradient.shape and "c_" not in name else theirs.T
+            torch.testing.assert_close(gradient, theirs, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "full_attn", "core_attn"])
+def test_packed_rows_are_rows_alone(tiny_model, ids, recompute):
+    """Three rows in one sample with a tail: loss and gradients of each alone, however attention is recomputed."""
+    lengths, total = (20, 7, 1), 40
+    rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    found = []
+    for packed in (True, False):
+        model = load_model(str(tiny_model), hidden_dropout=0.0, attention_dropout=0.0).train()
+        if packed:
+            model.transformer.set_recompute(recompute)
+            tail = torch.zeros(total - sum(lengths), dtype=torch.int64)
+            targets = torch.cat([F.pad(row[1:], (0, 1), value=-100) for row in rows] + [tail - 100])
+            extra = documents_in([*lengths, len(tail)], total)
+            loss = model(
+                torch.cat([*rows, tail])[None], shift_labels=targets[None], num_items_in_batch=25, **extra
+            ).loss
+        else:
+            loss = sum(model(row[None], labels=row[None], num_items_in_batch=25).loss for row in rows)
+        loss.backward()
+        found.append((loss, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def test_recompute_changes_no_gradient(tiny_model, ids):

@@ -52,6 +52,8 @@ def session(model, examples, tmp_path_factory):  # noqa: F811
         cases.append((f"{name} again", [*words, *sharding[name], "--lora", "--resume_from_checkpoint", saved]))
         cases.append((f"{name} nine", [*words, *sharding[name], *nine_examples(folder), *NINE_BATCHES]))
         half = ["--bf16", "--fp16_opt_level", "O2"]
+        if name == "ddp":
+            cases.append(("ddp grouped", [*cases[-1][1], "--group_by_length", "--pad_to_multiple_of", 8]))
         cases.append((f"{name} half", [*words, *sharding[name], "--lora", *half, "--recompute", 1]))
     for name, kind in map(str.split, COMPILED):
         cases.append((f"{name} {kind} compiled", [*words, *sharding[name], *KINDS[kind], "--torch_compile"]))
@@ -99,6 +101,8 @@ def test_nine_examples_are_nine_on_any_number_of_processes(session, alone, tmp_p
     folder, results = session
     wanted = alone(*nine_examples(tmp_path))
     assert len(losses(wanted)) == 6
+    grouped = alone(*nine_examples(tmp_path), "--group_by_length")
+    assert losses(results["ddp grouped"]) == pytest.approx(losses(grouped), abs=1e-5)
     for name in STRATEGIES:
         found = results[f"{name} nine"]
         assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name

@@ -109,12 +109,13 @@ def test_packs_are_batched_and_examples_are_counted(nine, model, capfd):  # noqa
     assert passes[1::2] == [1, 2, 3] and all(0 < p - n < 1 for n, p in enumerate(passes[::2]))
 
 
-@pytest.mark.parametrize("more", [(), ("--zero_padding", "--max_length", "24")])
+@pytest.mark.parametrize("more", [(), ("--group_by_length",), ("--zero_padding", "--max_length", "24")])
 def test_resume_inside_an_epoch_is_exact(nine, tmp_path, more):
     """Nine steps in all, the checkpoint lies after the first of the second epoch; with dropout."""
-    words = (*DROPOUT, *more, *batch_words(2, 2), "--num_train_epochs", 3, "--save_steps", 4 if not more else 2)
+    saves = 2 if "--zero_padding" in more else 4
+    words = (*DROPOUT, *more, *batch_words(2, 2), "--num_train_epochs", 3, "--save_steps", saves)
     _, whole, end = nine(*words)
-    saved = tmp_path / "out" / f"checkpoint-{4 if not more else 2}"
+    saved = tmp_path / "out" / f"checkpoint-{saves}"
     metrics, resumed, facts = nine(*words, "--resume_from_checkpoint", saved, output="again")
     assert losses(resumed) == losses(whole) and facts["consumed_samples"] == end["consumed_samples"] == 27
     a, b = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "again"))
@@ -135,6 +136,23 @@ def test_resume_under_another_batch_trains_what_is_left_of_the_epoch(nine, tmp_p
     assert (facts["consumed_samples"], facts["global_step"]) == (27, 4 + 2 + 3)
     assert [(e["step"], e["progress_or_epoch"]) for e in history if "eval_loss" in e] == [(6, 2.0), (9, 3.0)]
     assert {path.name for path in (tmp_path / "again").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
+
+
+def test_more_padding_changes_no_loss_and_grouping_only_the_order(nine, tmp_path, capfd):
+    """Multiples of 1, 7 and 64. The grouped order depends on the batch: with another one the epoch starts again."""
+    words = (*STILL, *batch_words(2, 2), "--num_train_epochs", 2)
+    found = [losses(nine(*words, "--pad_to_multiple_of", n, output=f"pad-{n}")[1]) for n in (1, 7, 64)]
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
+    singly = (*STILL, *batch_words(1, 1), "--num_train_epochs", 2)
+    plain = losses(nine(*singly, output="plain")[1])
+    _, history, facts = nine(*singly, "--group_by_length", "--save_steps", 10, output="grouped")
+    assert losses(history) != plain and facts["order"]["grouped_batch"] == 1
+    for epoch in (slice(0, 9), slice(9, 18)):
+        assert sorted(losses(history)[epoch]) == pytest.approx(sorted(plain[epoch]), abs=1e-6)
+    capfd.readouterr()
+    more = ("--group_by_length", "--resume_from_checkpoint", tmp_path / "grouped" / "checkpoint-10")
+    nine(*STILL, *batch_words(3, 1), "--num_train_epochs", 2, *more, output="again")
+    assert "data or order have changed: epoch 2 starts again" in capfd.readouterr().out
 
 
 def test_evaluations_and_checkpoints_by_epoch(nine, tmp_path):

@@ -115,8 +115,7 @@ SFT_RENAMED = {
 SFT_IGNORED = {
     "benchmark": "there is no benchmark mode",
     "save_generation_output": "generated texts are always written to output_dir/predictions",
-    "pad_to_multiple_of": "batches are padded to their longest example",
-    "pad_to_max_length": "batches are padded to their longest example",
+    "pad_to_max_length": "batches are padded to their longest example, see --pad_to_multiple_of",
     "eval_accumulation_steps": "evaluation keeps two numbers per batch",
     "remove_unused_columns": "batches contain model inputs only",
     "lora_use_mixer": "adapters use PEFT's layers",

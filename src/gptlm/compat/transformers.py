@@ -52,6 +52,7 @@ SFT_SETTINGS: Settings = TRAINING_SETTINGS | {
     name: {"true": "", "none": "", "false": "--train_on_prompt true"}
     for name in ("completion_only_loss", "assistant_only_loss")
 }
+SFT_SETTINGS |= {"train_sampling_strategy": {"random": "", "group_by_length": "--group_by_length true"}}
 
 ATTENTION = "attention always uses the fastest kernel available, including flash attention"
 NO_UPLOAD = "gptlm uploads nothing; use hf upload with the output folder"
@@ -97,7 +98,7 @@ TRAINING_IGNORED = {
     ),
     **dict.fromkeys(("push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"), NO_UPLOAD),
     "restore_callback_states_from_checkpoint": "a resumed run restores all state",
-    "length_column_name": "examples are not grouped by length",
+    "length_column_name": "lengths are counted in tokens",
     **dict.fromkeys(
         (
             "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
@@ -134,8 +135,6 @@ MODEL_REFUSED: Refused = {
 }
 TRAINING_REFUSED: Refused = {
     **MODEL_REFUSED,
-    "group_by_length": (OFF, "grouping by length is not implemented"),
-    "train_sampling_strategy": (("", "random"), "the sample order follows from --seed"),
     "data_seed": (EMPTY, "a separate data seed is not implemented; --seed sets weights, dropout and order"),
     "average_tokens_across_devices": (ON, LOSS),
     "label_smoothing_factor": (NONE_OR_ZERO, "label smoothing is not implemented"),
@@ -182,6 +181,8 @@ PRETRAIN_IGNORED = TRAINING_IGNORED | {
     "packing": "samples are always packed from concatenated documents",
 }
 PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
+    "group_by_length": (OFF, "samples all have --max_seq_length tokens"),
+    "train_sampling_strategy": (("", "random"), "the sample order follows from --seed"),
     "dataset_name": (EMPTY, TOKENS),
     "dataset_name_or_path": (EMPTY, TOKENS),
     "dataset_config_name": (EMPTY, TOKENS),

@@ -171,6 +171,9 @@ def derive_fine_tuning(parsed: Parsed) -> None:
         parsed.note(
             f"{named('eval_dataset_name_or_path')} {data.eval_dataset_name_or_path} has no effect: do_eval is off"
         )
+    for name in ("pad_to_multiple_of", "group_by_length") if data.zero_padding else ():
+        if not parsed.is_default(name):
+            parsed.note(f"{named(name)} has no effect: samples of {named('zero_padding')} have the same length")
     if lora.lora_alpha is None and lora.lora_rank > 0:
         rule = derived("2 x lora_rank", recomputed=True)
         parsed.put(replace(lora, lora_alpha=2.0 * lora.lora_rank), rule)
@@ -231,6 +234,12 @@ def _paddle_compat_problems(parsed: Parsed, data: SftArguments) -> Iterator[Prob
         yield Problem(
             "paddle_compat",
             f"pads every example on the left, {named('zero_padding')} packs without padding; use one",
+        )
+    if data.pad_to_multiple_of not in (None, 1):
+        yield Problem(
+            "pad_to_multiple_of",
+            f"{data.pad_to_multiple_of}: with {named('paddle_compat')} padding is attended to, so more of it changes "
+            "the results; leave it out",
         )
     if data.truncation_side == "left" and not parsed.is_default("truncation_side"):
         yield Problem(

@@ -38,6 +38,7 @@ class Epochs(Dataset):
         filler: a sample without targets, which adds nothing to a loss that is a sum over targets.
         batch: samples of an optimizer step on all processes.
         steps: optimizer steps from `start` to the end of the run.
+        grouped: batches have samples of similar length, see `grouped_by_length`.
         start: where the run resumes. It counts samples, not steps, so that a run resumes exactly where it stopped
             with another batch size or number of processes as well.
     """
@@ -51,10 +52,11 @@ class Epochs(Dataset):
         batch: int,
         steps: int,
         seed: int,
+        grouped: bool = False,
         start: Position = BEGIN,
     ):
         self.items, self.filler, self.seed = items, filler, seed
-        self.batch, self.steps, self.start = batch, steps, start
+        self.batch, self.steps, self.grouped, self.start = batch, steps, grouped, start
         self._sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
         self.total = Size(*self._sizes.sum(0).tolist())
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
@@ -101,7 +103,29 @@ class Epochs(Dataset):
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+            if self.grouped:
+                self._order = grouped_by_length(self._order, self._sizes[:, 1], self.batch)
             self._counts = self._sizes[self._order].cumsum(0)
+
+
+def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch: int) -> np.ndarray:
+    """`order` with samples of similar length together, as transformers' `group_by_length`.
+
+    Each 50 batches (less where there are fewer than 200) are sorted by decreasing length, and the longest sample of all
+    comes first, so that a batch that is too large for the memory shows at once.
+
+    Args:
+        order: (n,) a permutation of 0 to n - 1.
+        lengths: (n,) of each sample.
+        batch: samples of an optimizer step.
+    """
+    size = batch * max(1, min(len(order) // (4 * batch), 50))
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    parts = [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+    if parts:
+        longest = max(range(len(parts)), key=lambda number: lengths[parts[number][0]])
+        parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
+    return np.concatenate(parts) if parts else order
 
 
 class Filled(Dataset):

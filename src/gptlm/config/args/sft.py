@@ -34,6 +34,10 @@ class SftArguments:
         unit="tokens",
     )
     zero_padding: bool = arg(False, "pack short samples up to max_length, without attention between them")
+    pad_to_multiple_of: int | None = arg(
+        None, "pad batches to a multiple of this length, at most max_length; unset: 64 on a GPU, else 1", ge=1
+    )
+    group_by_length: bool = arg(False, "batches of examples of similar length, random otherwise: less padding")
     train_on_prompt: bool = arg(False, "include prompt tokens in the loss, not only response tokens")
     paddle_compat: bool = arg(False, "encode as PaddleNLP: </s> is text, and left padding is attended to")
     truncation_side: str = arg("left", "side on which a prompt that is too long is cut", choices=("left", "right"))

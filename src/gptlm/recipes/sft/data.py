@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 EVALUATION_SHARE = 20  # one in so many examples is held out where there are none for evaluation
 MAX_HELD_OUT = 1000
+GPU_MULTIPLE = 64  # kernels compute in tiles of this size, and few shapes are compiled
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,18 @@ def order_manifest(run: SftRun, data: SftData) -> dict[str, Any]:
         for row in sample:
             digest.update(row.ids.tobytes())
             digest.update(row.loss_mask.tobytes())
-    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed}
+    grouped = {"grouped_batch": run.batch.total} if run.data.group_by_length and not run.data.zero_padding else {}
+    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed} | grouped
 
 
-def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowCollator | PackCollator:
-    """How samples become batches."""
+def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase, device: str) -> RowCollator | PackCollator:
+    """How samples become batches on a `device` of that type."""
     # any id would do for padding: it is not a target, and nothing attends to it
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if run.data.zero_padding:
         return PackCollator(pad, run.data.max_length or 0)
-    return RowCollator(pad, limit=run.data.max_length, pad_left=run.data.paddle_compat)
+    multiple = run.data.pad_to_multiple_of or (GPU_MULTIPLE if device == "cuda" else 1)
+    return RowCollator(pad, multiple, run.data.max_length, pad_left=run.data.paddle_compat)
 
 
 def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:

@@ -116,7 +116,7 @@ def _run(
         data_settings={"zero_padding": run.data.zero_padding},
         train_dataset=epochs,
         eval_dataset=evaluation_samples(run, data),
-        data_collator=collator(run, tokenizer),
+        data_collator=collator(run, tokenizer, device.type),
         processing_class=tokenizer,
         schedule=_schedule(run),
         progress=EpochProgress(epochs),
@@ -159,6 +159,7 @@ def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs
         batch=run.batch.total,
         steps=max(0, run.training.max_steps - done),
         seed=run.training.seed,
+        grouped=run.data.group_by_length and not run.data.zero_padding,
         start=position,
     )
 

@@ -1,0 +1,56 @@
+"""Rows padded on the right through tensor, sequence and pipeline parallelism, without an attention mask.
+
+    torchrun --nproc_per_node 2 tests/recipes/padded.py MODEL BATCH.pt RESULT.json
+
+BATCH: ids and targets, (B, T) each; RESULT: {layout: [loss, norm of all gradients]}
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
+from gptlm.model.build import StoredWeights, blank_model, loaded_config
+from gptlm.parallel.dims import ParallelDims
+from gptlm.parallel.parallelize import parallelize
+from gptlm.parallel.pipeline import Pipeline
+from gptlm.parallel.process_groups import Mesh
+from gptlm.recipes.common.model import _fill
+
+LAYOUTS = {"tensor": (2, 1, False), "sequence": (2, 1, True), "pipeline": (1, 2, False)}
+
+
+def loss_and_norm(folder: str, ids: torch.Tensor, targets: torch.Tensor, layout: str) -> list[float]:
+    tensor, pipeline, sequence = LAYOUTS[layout]
+    mesh = Mesh(ParallelDims(dist.get_world_size(), tensor, pipeline))
+    with torch.device("meta"):
+        model = blank_model(loaded_config(folder, 0.0, 0.0))
+    model = parallelize(model, mesh, partial(_fill, StoredWeights(folder)), linear_cross_entropy, sequence=sequence)
+    count = (targets != -100).sum()
+    if pipeline > 1:
+        runner = Pipeline(model, mesh, chunks=1, micro_batches=2, device=torch.device("cpu"))
+        loss = runner.step(ids, targets, 1.0 / count)
+        runner.all_reduce_tied_gradients(lambda weight: weight.grad)
+    else:
+        loss = model(input_ids=ids, shift_labels=targets).loss
+        loss.backward()
+    own = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None and p.model_parallel]
+    total = torch.stack(own).sum()
+    dist.all_reduce(total)
+    return [loss.item(), total.sqrt().item()]
+
+
+def main(folder: str, batch: str, result: str) -> None:
+    dist.init_process_group("gloo")
+    ids, targets = torch.load(batch)
+    found = {layout: loss_and_norm(folder, ids, targets, layout) for layout in LAYOUTS}
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])
