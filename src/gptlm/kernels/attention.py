@@ -2,9 +2,10 @@
 
     documents           on a GPU one variable-length kernel for all of them: flash in half precision, memory-efficient
                         otherwise. On a CPU plain attention, document by document. Neither makes a T x T mask.
-    shapes repeat       torch's own choice. On Hopper that is cuDNN, the fastest, which plans for each shape on the CPU:
-                        some 50 ms each time a shape comes for the first time.
-    shapes differ       torch's choice without cuDNN: flash, or memory-efficient with a mask or in float32.
+    shapes repeat       torch's own choice. On Hopper that is cuDNN, the fastest, which plans for each new shape on the
+                        CPU: 130 ms for forward and backward.
+    shapes differ       flash, which needs no plan. With a mask, or where flash does not fit, torch's choice without
+                        cuDNN.
 
 Shapes: B batch, T tokens, H heads, E width of a head, N = B x T.
 """
@@ -16,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlm.upstream.torch import efficient_varlen_attention, flash_varlen_attention
+from gptlm.upstream.torch import efficient_attention, flash_attention
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FLASH_TYPES = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 FLASH_WIDTH = 256  # the widest head of flash attention
-ALIGNED = 8  # both variable-length kernels need E to be a multiple of it
+ALIGNED = 8  # the kernels called here need E to be a multiple of it
 
 
 class Documents(NamedTuple):
@@ -60,10 +61,17 @@ def attention(
     # A single query sees the whole cache. The conditional makes a plain bool of the SymBool that torch.compile has for
     # a dynamic length, which scaled_dot_product_attention does not accept.
     causal = True if mask is None and q.shape[2] > 1 else False
-    if shapes_repeat or not q.is_cuda:
+    if shapes_repeat or not q.is_cuda or q.dtype not in HALF or q.shape[2] == 1:  # cuDNN takes none of the others
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+    if causal and q.shape[2] == k.shape[2] and q.shape[3] % ALIGNED == 0 and _fits_flash(q):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attention(q, k, v, None, q.shape[1], dropout, q.shape[3] ** -0.5).transpose(1, 2)
     with sdpa_kernel(WITHOUT_PLANS):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+
+
+def _fits_flash(q: Tensor) -> bool:
+    return q.dtype in HALF and q.shape[-1] <= FLASH_WIDTH and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float) -> Tensor:
@@ -74,8 +82,7 @@ def _document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, d
     else:
         if width % ALIGNED:
             q, k, v = (F.pad(x, (0, -width % ALIGNED)) for x in (q, k, v))
-        is_half = q.dtype in FLASH_TYPES and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        kernel = flash_varlen_attention if is_half and width <= FLASH_WIDTH else efficient_varlen_attention
+        kernel = flash_attention if _fits_flash(q) else efficient_attention
         out = kernel(q, k, v, documents.offsets.int(), documents.longest, dropout, width**-0.5)[..., :width]
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 

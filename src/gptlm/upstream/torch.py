@@ -34,7 +34,7 @@ GROUP_NAMES = (Needed(_C10D, "_resolve_process_group", ("group_name",)),)
 STORE = (Needed(_C10D, "_get_default_store"),)
 LINEAR = (Needed("torch._C._nn", "linear"),)
 # `torch.nn.attention.varlen` calls the first one, too, but has no dropout
-VARLEN = (
+ATTENTION = (
     Needed("torch", "ops.aten._flash_attention_forward"),
     Needed("torch", "ops.aten._efficient_attention_forward"),
 )
@@ -48,7 +48,7 @@ LAST_LR = (Needed("torch.optim.lr_scheduler", "LRScheduler", uses=("_last_lr",))
 REBUILD = tuple(
     Needed("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
 )
-ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *VARLEN, *NVLINK, *TRITON, *STAGE, *LAST_LR, *REBUILD)
+ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *STAGE, *LAST_LR, *REBUILD)
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:
@@ -147,23 +147,24 @@ def triton_obstacle() -> str | None:
 CAUSAL = 1  # mask type of the memory-efficient kernel, by first tokens
 
 
-def flash_varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, longest: int, dropout: float, scale: float
 ) -> Tensor:
-    """Causal attention in each of several sequences laid end to end, three (N, H, E) -> (N, H, E), in half precision.
+    """Causal attention, three (B, T, H, E) -> (B, T, H, E), in half precision on a GPU.
 
     Args:
-        offsets: (n + 1,) int32 on the GPU, where each sequence starts, then N.
-        longest: length of the longest sequence, or more.
+        offsets: (n + 1,) int32, where sequences start, then N; with them it is three (N, H, E) -> (N, H, E), and
+            attention stays inside each sequence.
+        longest: T, or the length of the longest sequence, or more.
     """
     forward = torch.ops.aten._flash_attention_forward
     return forward(q, k, v, offsets, offsets, longest, longest, dropout, True, False, scale=scale)[0]
 
 
-def efficient_varlen_attention(
+def efficient_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
 ) -> Tensor:
-    """As `flash_varlen_attention` in any precision."""
+    """As `flash_attention` with offsets, in any precision."""
     forward, one = torch.ops.aten._efficient_attention_forward, (q[None], k[None], v[None])
     return forward(*one, None, offsets, offsets, longest, longest, dropout, CAUSAL, True, scale=scale)[0][0]
 

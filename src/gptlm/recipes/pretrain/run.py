@@ -70,6 +70,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
     log_run(run, run.batch.total * training.max_steps, data.max_seq_length)
 
     model = make_model(run, tokenizer, job.deepspeed, job.mesh)
+    model.transformer.expect_repeated_shapes()
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
         model = model.to(dtype=device.dtype)  # type: ignore[call-arg]
     uneven = "documents differ in length" if data.document_masking == "attention" else None
