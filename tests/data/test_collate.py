@@ -33,11 +33,13 @@ def test_documents_on_twelve_tokens(masking, eod_mask_loss):
     if masking != "none":
         assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1], list(range(11))]
     if masking == "attention":
-        assert batch["cu_seqlens"].tolist() == [0, 4, 9, 11] + [22] * 60 and batch["max_seqlen"] == 11
+        assert batch["cu_seqlens"].tolist() == [0, 4, 9, 11] + [22] * 28 and batch["max_seqlen"] == 11
         assert batch["cu_seqlens"].dtype == torch.int32
 
 
-@pytest.mark.parametrize(("documents", "entries"), [(1, 64), (63, 64), (64, 128), (127, 128), (128, 256)])
+@pytest.mark.parametrize(
+    ("documents", "entries"), [(1, 32), (31, 32), (32, 64), (63, 64), (64, 96), (95, 96), (96, 128)]
+)
 def test_offsets_have_few_shapes(documents, entries):
     """n documents have n + 1 offsets; the rest are empty documents at the end."""
     found = documents_in([2] * documents, 2 * documents)
@@ -86,9 +88,9 @@ def test_a_packed_batch():
     assert batch["input_ids"].tolist() == [codes("axbcy"), codes("defgz")]
     assert batch["labels"].tolist() == [[*codes("x."), -100, *codes("y.")], [-100, -100, -100, *codes("z.")]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert batch["cu_seqlens"].tolist() == [0, 2, 5] + [10] * 61 and batch["max_seqlen"] == 5
+    assert batch["cu_seqlens"].tolist() == [0, 2, 5] + [10] * 29 and batch["max_seqlen"] == 5
     short = PackCollator(END, 7)([[one], [one, three]])
-    assert short["cu_seqlens"].tolist() == [0, 2, 7, 9] + [14] * 60 and short["max_seqlen"] == 7
+    assert short["cu_seqlens"].tolist() == [0, 2, 7, 9] + [14] * 28 and short["max_seqlen"] == 7
     assert short["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4]]
     assert short["labels"][0].tolist() == [*codes("x."), *[-100] * 5]
 

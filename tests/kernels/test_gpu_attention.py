@@ -57,23 +57,38 @@ def test_causal(dtype, repeat):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_inside_documents(dtype):
-    """A quarter of the weights is dropped, the rest divided by what is kept; backward drops the same ones."""
-    q, k, _ = split(projection(dtype, rows=8, length=256), 64)
-    v = torch.ones_like(q, requires_grad=True)
-    documents = documents_on_gpu([*range(0, 2048, 128), *[2048] * 48], 256)
+    """A quarter of the weights is dropped, in every row, the rest divided by what is kept; a seed repeats it.
+
+    With unit vectors for v the output is the dropped weights themselves: documents are as long as heads are wide.
+    """
+    count, width, share = 32, 64, 0.25
+    q, k, _ = (x.detach().requires_grad_() for x in split(projection(dtype, rows=8, length=256), width))
+    v = torch.eye(width, dtype=dtype, device="cuda").repeat(4, 1).expand_as(q).contiguous().requires_grad_()
+    documents = documents_on_gpu([width * min(number, count) for number in range(64)], 256)
     seen = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        seen.append(attention(q, k, v, documents=documents, dropout=0.25))
+        seen.append(attention(q, k, v, documents=documents, dropout=share))
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
-    assert seen[0].float().mean().item() == pytest.approx(1, abs=0.02)
-    first = seen[0][:, :, ::128].float().flatten()  # each sees itself alone: 0 or 4 / 3
-    kept = first != 0
-    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.15)
-    torch.testing.assert_close(first[kept], torch.full_like(first[kept], 4 / 3), rtol=0, atol=1e-2)
-    # the gradient of sum(out) with respect to v sums the kept weights of each key, so both sums agree
-    (gradient,) = torch.autograd.grad(seen[2].sum(), v, retain_graph=True)
-    assert gradient.float().sum().item() == pytest.approx(seen[2].float().sum().item(), rel=1e-2)
+
+    apart = lambda x: x.double().unflatten(2, (4, width)).transpose(1, 2).flatten(0, 1)  # noqa: E731 - (32, 4, 64, 64)
+    causal = torch.ones(width, width, dtype=torch.bool, device="cuda").tril()
+    whole = by_hand(apart(q), apart(k), torch.eye(width, device="cuda").double(), causal)
+    dropped = apart(seen[2])
+    kept = dropped > 0
+    for part in (kept[..., causal], kept[..., 0], kept[..., 0, 0], kept[..., -1, :], kept[0][..., causal]):
+        assert part.double().mean().item() == pytest.approx(1 - share, abs=4 * (0.19 / part.numel()) ** 0.5)
+    tolerance = TOLERANCE[dtype]
+    weights = whole * kept / (1 - share)
+    torch.testing.assert_close(dropped, weights, rtol=tolerance, atol=tolerance)
+
+    gradient = torch.randn_like(seen[2])
+    found = torch.autograd.grad(seen[2], (q, k, v), gradient)
+    through = apart(gradient) * kept / (1 - share)  # v is the identity
+    through = whole * (through - (through * whole).sum(-1, keepdim=True)) / width**0.5
+    wanted = through @ apart(k), through.transpose(-1, -2) @ apart(q), weights.transpose(-1, -2) @ apart(gradient)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(apart(mine), other, rtol=2 * tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

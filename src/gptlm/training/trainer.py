@@ -25,7 +25,7 @@ Overridden, and why (tests/training/test_trainer.py compares the signatures with
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,8 @@ class GPTTrainer(Trainer):
                 sizes = [Size(1, tokens_of(sample)) for sample in dataset]
             else:  # reading every sample of another dataset could take minutes
                 sizes = [Size(1, tokens_of(dataset[0]))] * len(dataset)
+            if not isinstance(dataset[0], Mapping):  # blocks are equally long
+                self.model.transformer.expect_repeated_shapes()
             steps = max(0, last - done)
             epochs = Epochs(dataset, sizes=sizes, filler=None, batch=batch, steps=steps, seed=args.seed, start=position)
             self.progress = EpochProgress(epochs)

@@ -1,0 +1,34 @@
+"""On a CUDA device: packed and padded fine-tuning have the losses of each row alone."""
+
+import pytest
+import torch
+
+from tests.recipes.test_sft import NO_DROPOUT, ROWS, by_hand, examples, losses, model, tune  # noqa: F401 - fixtures
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PACKED = ("--zero_padding", "--max_length", 40)
+
+
+@pytest.mark.parametrize("packing", [(), PACKED, ("--pad_to_multiple_of", 8)], ids=["padded", "packed", "short"])
+@pytest.mark.parametrize("compiled", [0, 1])
+@pytest.mark.parametrize("precision", [(), ("--bf16",), ("--bf16", "--fp16_opt_level", "O2")], ids=["fp32", "O1", "O2"])
+def test_losses_are_those_of_each_row(tune, model, packing, compiled, precision):  # noqa: F811
+    """All rows in one step that changes nothing; the evaluation as well."""
+    words = [*NO_DROPOUT, "--per_device_train_batch_size", len(ROWS), "--max_steps", 2, "--learning_rate", 0]
+    words += ["--do_eval", "--generate_num", 0, "--device", "gpu", "--torch_compile", compiled, *packing, *precision]
+    metrics, history = tune(*words)
+    tolerance = 2e-2 if precision else 1e-5
+    assert losses(history) == pytest.approx([by_hand(model, ROWS)[0]] * 2, abs=tolerance)
+    assert metrics["eval_loss"] == pytest.approx(by_hand(model, ROWS[:5])[0], abs=tolerance)
+
+
+def test_dropout_of_packed_rows_follows_the_seed(tune):  # noqa: F811
+    words = ["--attention_probs_dropout_prob", 0.2, "--hidden_dropout_prob", 0, "--device", "gpu", *PACKED]
+    first, again, other = (
+        losses(tune(*words, "--bf16", "--fp16_opt_level", "O2", "--seed", seed, output=name)[1])
+        for name, seed in (("one", 1), ("two", 1), ("three", 2))
+    )
+    assert first == again and first[0] != other[0]
