@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gptlm.kernels import linear_cross_entropy as loss_module
-from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
+from gptlm.kernels.linear_cross_entropy import chunk_loss, chunk_scores, linear_cross_entropy, token_scores
 
 
 def problem(tokens=50, width=16, vocabulary=97, dtype=torch.float64):
@@ -28,6 +28,54 @@ def test_value_and_gradients(monkeypatch, chunk):
     assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # inside, sums are float32
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "compiled"), [(1, False), (127, False), (128, False), (509, False), (509, True)]
+)
+def test_float32_losses_and_gradients_equal_the_plain_formula(vocabulary, compiled):
+    """All logits are far below zero, the logit of padding: it must not enter maximum, sum or gradient."""
+    hidden, weight, targets = problem(vocabulary=vocabulary, dtype=torch.float32)
+    hidden.data.abs_()
+    weight.data.abs_().neg_().mul_(20)
+    chunk = torch.compile(chunk_loss) if compiled else chunk_loss
+    plain = F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum")
+    ours = linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
+    wanted = torch.autograd.grad(plain, (hidden, weight))
+    for found, other in zip(torch.autograd.grad(ours, (hidden, weight)), wanted):
+        assert found.shape == other.shape
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6 * max(float(other.abs().max()), 1))
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, targets, chunk=chunk).item() == pytest.approx(
+            plain.item(), rel=1e-6
+        )
+
+
+def test_autocast_multiplies_in_half_precision_and_returns_float32_gradients():
+    hidden, weight, targets = problem(dtype=torch.float32)
+    half = [part.detach().bfloat16().float().requires_grad_() for part in (hidden, weight)]
+    logits = (half[0].bfloat16() @ half[1].bfloat16().T).float()
+    plain = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(hidden, weight, targets)
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
+    found = torch.autograd.grad(ours, (hidden, weight))
+    for mine, other in zip(found, torch.autograd.grad(plain, half)):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("vocabulary", "compiled"), [(127, False), (128, False), (509, True)])
+def test_scores_are_those_of_each_token(vocabulary, compiled):
+    hidden, weight, targets = problem(vocabulary=vocabulary, dtype=torch.float32)
+    hidden, weight = hidden.detach().abs(), -weight.detach().abs()
+    logits = hidden @ weight.T
+    targets = torch.where(torch.arange(len(targets)) % 2 == 0, logits.argmax(-1), targets.clamp(min=0))
+    chunk = torch.compile(chunk_scores) if compiled else chunk_scores
+    losses, hits = token_scores(hidden, weight, targets, chunk=chunk, chunk_tokens=7)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6, atol=1e-6)
+    assert torch.equal(hits, logits.argmax(-1) == targets) and hits.any() and not hits.all()
 
 
 def test_a_batch_without_targets_is_zero():

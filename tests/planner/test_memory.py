@@ -5,6 +5,8 @@ buckets of 5e8 elements, but for NOW. LAYOUTS: the first process of two to eight
 one H200; tensor 2 ran without the other.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from gptlm.planner.memory import GIB, Layout, Sizes, in_flight, memory_of
@@ -131,3 +133,9 @@ def test_micro_batches_in_flight():
     assert in_flight(Layout(pipeline=4, accumulation=8)) == 4
     assert in_flight(Layout(pipeline=4, accumulation=2)) == 2
     assert in_flight(Layout(pipeline=4, accumulation=8, chunks=2)) == 4 * (1 + 3 / 8)
+
+
+def test_an_output_embedding_that_has_to_be_padded_is_copied():
+    """In half precision; the embedding itself with its gradient and optimizer state is smaller by 47 rows."""
+    padded, plain = (memory_of(replace(M345, vocabulary=rows), Layout(micro=16)) for rows in (50257, 50304))
+    assert padded.output - plain.output == pytest.approx(50257 * 1024 * 2, rel=0.02)

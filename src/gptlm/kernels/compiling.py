@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gptlm.kernels import fused_gelu
-from gptlm.kernels.linear_cross_entropy import chunk_loss
+from gptlm.kernels.linear_cross_entropy import chunk_loss, chunk_scores
 from gptlm.upstream.torch import triton_obstacle
 
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory, longer chunks cost less and fill the GPU better
@@ -36,8 +36,10 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
             block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
         else:
             block.compile(dynamic=dynamic, options=options)
-    chunk = torch.compile(chunk_loss, dynamic=dynamic)
+    # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
+    chunk, scores = torch.compile(chunk_loss), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
+    model.output_scores = partial(model.output_scores, chunk=scores, chunk_tokens=COMPILED_CHUNK)
 
 
 def compile_obstacle(device: str) -> str | None:

@@ -2,7 +2,8 @@
 
 For 16 x 1024 tokens and 50304 entries the fp32 logits are 3.3 GB, and so is their gradient. Here tokens are computed
 in chunks, and the forward pass turns each chunk's logits into loss and gradients before the next one. The number of
-matrix products stays three.
+matrix products stays three. They run on the padded rows of `kernels.output_layer`; columns of added rows are -inf
+before anything looks at them, so their gradients are zero.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlm.kernels.output_layer import padded_rows
+
 CHUNK_TOKENS = 1024  # 1024 x 50304 fp32 logits are 206 MB
 
 Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C, 1), "max" | "sum") -> the same, over all shards
 
-ChunkLoss = Callable[[Tensor, Tensor, int, int, Reduction], tuple[Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, Tensor, int, int, int, Reduction, bool], tuple[Tensor, Tensor | None]]
+
+ChunkScores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
@@ -26,19 +31,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, ignore_index, first_id, reduce, chunk, size):  # type: ignore[override]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        inputs, padded = _operands(hidden, weight)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight = torch.zeros_like(padded, dtype=torch.float32) if needs_weight else None
+        how = ignore_index, first_id, weight.shape[0], reduce, needs_hidden or needs_weight
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
-            loss, grad_logits = chunk(hidden[rows] @ weight.T, targets[rows], ignore_index, first_id, reduce)
+            loss, grad_logits = chunk(inputs[rows] @ padded.T, targets[rows], *how)
             total += loss
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
+                grad_hidden[rows] = grad_logits @ padded
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.T, hidden[rows])
+                _add_product(grad_weight, grad_logits.T, inputs[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.rows, ctx.weight_dtype = weight.shape[0], weight.dtype
         return total
 
     @staticmethod
@@ -47,8 +54,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_total.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad_total).to(ctx.weight_dtype)
+            grad_weight = (grad_weight[: ctx.rows] * grad_total).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, *(None,) * 6
+
+
+def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of their product, the weight with padded rows: autocast would convert them for each chunk."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return hidden, padded_rows(weight)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -59,11 +75,32 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _masked(product: Tensor, entries: int) -> Tensor:
+    """`product` with -inf after its first `entries` columns."""
+    if entries == product.shape[1]:
+        return product
+    if torch.compiler.is_compiling():  # a part of the next pass over memory
+        return torch.where(torch.arange(product.shape[1], device=product.device) < entries, product, -torch.inf)
+    product[:, entries:] = -torch.inf
+    return product
+
+
 def chunk_loss(
-    product: Tensor, targets: Tensor, ignore_index: int, first_id: int, reduce: Reduction
-) -> tuple[Tensor, Tensor]:
-    """Summed loss of the logits (C, V) of one chunk, and its gradient with respect to them, in their dtype."""
-    logits = product.float()
+    product: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    first_id: int,
+    entries: int,
+    reduce: Reduction,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of one chunk's logits, and its gradient with respect to them, in their dtype.
+
+    Args:
+        product: (C, V) logits, which may be overwritten.
+        entries: columns that count; the others are padding.
+    """
+    logits = _masked(product, entries).float()
     # with the dimension kept, torch.compile finds maximum and sum in one pass over memory
     highest = reduce(logits.amax(dim=-1, keepdim=True), "max")
     exponentials = (logits - highest).exp_()
@@ -71,18 +108,21 @@ def chunk_loss(
     targets = targets[:, None]
     counted = targets != ignore_index
     column = torch.where(counted, targets - first_id, 0)
-    here = counted & (column >= 0) & (column < product.shape[1])  # this shard owns the target's row
+    here = counted & (column >= 0) & (column < entries)  # this shard owns the target's row
     column = torch.where(here, column, 0)
     own = torch.where(here, logits.gather(1, column), 0.0)
     target_logit = reduce(own, "sum")
     losses = normaliser.log() + highest - target_logit
+    total = torch.where(counted, losses, 0.0).sum()
+    if not with_gradient:
+        return total, None
     probabilities = exponentials.mul_(torch.where(counted, 1 / normaliser, 0.0))
     if torch.compiler.is_compiling():  # one pass over memory; not compiled it would be five
         targeted = here & (torch.arange(product.shape[1], device=product.device) == column)
         probabilities = probabilities.sub_(targeted.float())
     else:
         probabilities.scatter_add_(1, column, -here.float())
-    return torch.where(counted, losses, 0.0).sum(), probabilities.to(product.dtype)
+    return total, probabilities.to(product.dtype)
 
 
 def linear_cross_entropy(
@@ -116,3 +156,38 @@ def linear_cross_entropy(
 def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> Tensor:
     """`linear_cross_entropy` of a batch: (B, T, D), (V, D), (B, T) -> scalar; `how`: its keyword arguments."""
     return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), **how)
+
+
+def chunk_scores(product: Tensor, targets: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+    """-log p of each target (C,) in float32, and whether it is the argmax (C,), from logits (C, V) as in `chunk_loss`.
+
+    Every target is an id.
+    """
+    logits = _masked(product, entries)
+    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return -log_p.gather(1, targets[:, None])[:, 0], logits.argmax(dim=-1) == targets
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: ChunkScores = chunk_scores,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Of each token -log softmax(hidden @ weight.T)[target] in float32 and whether the target is the argmax, both (N,).
+
+    Args:
+        hidden: (N, D); `weight`: (V, D), the whole vocabulary; `targets`: (N,) int64 ids.
+        chunk: `chunk_scores` or its compiled form.
+        chunk_tokens: per chunk.
+    """
+    inputs, padded = _operands(hidden, weight)
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    hits = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        losses[rows], hits[rows] = chunk(inputs[rows] @ padded.T, targets[rows], weight.shape[0])
+    return losses, hits

@@ -7,9 +7,11 @@ added rows must not enter anything: mask them, or cut them off.
 """
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 ROWS = 128  # tiles of matrix products have as many rows or a part of it
+FEW = 128  # vectors: reading the weight for their product takes no longer than copying it
 
 
 def padded_rows(weight: Tensor) -> Tensor:
@@ -19,3 +21,15 @@ def padded_rows(weight: Tensor) -> Tensor:
     """
     missing = -weight.shape[0] % ROWS
     return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
+
+
+class OutputLayer(nn.Linear):
+    """A Linear without bias from hidden states (..., D) to logits (..., V).
+
+    The logits of many vectors are a view of padded ones.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() <= FEW:
+            return F.linear(x, self.weight)
+        return F.linear(x, padded_rows(self.weight))[..., : self.weight.shape[0]]

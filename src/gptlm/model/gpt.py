@@ -29,7 +29,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from gptlm.disk import apply_umask
 from gptlm.kernels.attention import Documents, attention
 from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
-from gptlm.kernels.linear_cross_entropy import summed_loss
+from gptlm.kernels.linear_cross_entropy import summed_loss, token_scores
+from gptlm.kernels.output_layer import OutputLayer
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.upstream.transformers import detach_from_model_config, transpose_on_disk
 
@@ -260,8 +261,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     def __init__(self, config: GPT2Config):
         super().__init__(config)
         self.transformer = GPTModel(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = OutputLayer(config.n_embd, config.vocab_size, bias=False)
         self.output_loss = summed_loss  # (hidden, head weight, targets) -> sum; replaced where the head is sharded
+        self.output_scores = token_scores  # the same for evaluation, token by token
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -167,12 +167,16 @@ def _layer_bytes(sizes: Sizes, layout: Layout, recompute: str) -> float:
 
 
 def _output(sizes: Sizes, layout: Layout) -> float:
-    """The loss: a chunk's logits three times in float32 and once in half precision, and the gradients it keeps."""
+    """The loss: a chunk's logits three times in float32 and once in half precision, and the gradients it keeps.
+
+    An embedding whose rows are no multiple of 128 is copied (kernels/output_layer.py).
+    """
     tokens = layout.micro * sizes.length
     rows = sizes.vocabulary / layout.tensor
     item = 4 if layout.precision == "fp32" else 2
     chunk = min(tokens, LOSS_CHUNK) * rows * (3 * 4 + item)
-    return chunk + rows * sizes.width * 4 + 2 * tokens * sizes.width * item
+    copy = rows * sizes.width * item if rows % 128 else 0.0
+    return chunk + copy + rows * sizes.width * 4 + 2 * tokens * sizes.width * item
 
 
 def _buffers(own: float, layout: Layout, bucket: int) -> float:

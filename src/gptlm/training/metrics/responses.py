@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor
 from transformers import EvalPrediction
 
 from gptlm.kernels.attention import Documents
+from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.training.metrics.loss import LossMetrics
 from gptlm.training.metrics.results import suffix_of
 from gptlm.training.metrics.text import text_scores
@@ -64,12 +64,13 @@ class ResponseMetrics(LossMetrics):
             inputs["documents"] = Documents(inputs.pop("cu_seqlens"), inputs.pop("max_seqlen"))
         network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         hidden = network.transformer(**inputs).last_hidden_state
-        # logits of the targets only: those of all positions would be the largest tensor of the evaluation
-        logits = network.lm_head(hidden[targets != -100]).float()
-        targets = targets[targets != -100]
-        loss = F.cross_entropy(logits, targets, reduction="sum").double().view(1)
-        correct = (logits.argmax(-1) == targets).sum().double().view(1)
-        return torch.stack([loss, correct], dim=1), torch.full_like(loss, len(targets))
+        targets = targets.flatten()
+        counted = (targets != -100).nonzero()[:, 0]
+        with gathered_parameters([network.lm_head.weight]):
+            weight = network.lm_head.weight
+            losses, hits = network.output_scores(hidden.flatten(0, 1)[counted], weight, targets[counted])
+        sums = torch.stack([losses.double().sum(), hits.double().sum()])
+        return sums[None], torch.full_like(sums[:1], len(hits))
 
     def means(self, prediction: EvalPrediction) -> dict[str, float]:
         loss, correct = prediction.predictions.reshape(-1, 2).sum(0)  # type: ignore[union-attr]
