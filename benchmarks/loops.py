@@ -5,6 +5,9 @@
 Under torchrun the loop uses DistributedDataParallel; so does the Trainer, or DeepSpeed ZeRO with --zero. Prints one
 JSON object: seconds per step, seconds from the end of imports to the end of the first step, peak memory. The loop reads
 the same token file as ours; the Trainer's samples are in memory, which costs it nothing.
+
+Each has the vocabulary its users have: the loop rounds --vocabulary up to a multiple of 64 (50257 to 50304), as
+nanoGPT's train.py does for speed; the Trainer takes it as it is, as GPT-2's configuration has it.
 """
 
 import argparse
@@ -67,8 +70,9 @@ class Network(nn.Module):
 
 def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
     """float32 weights, bfloat16 autocast on a GPU, torch.compile, fused AdamW, DDP with several processes."""
+    vocabulary = -(-arguments.vocabulary // 64) * 64
     network: Any = Network(
-        arguments.layers, arguments.width, arguments.heads, arguments.vocabulary, arguments.length, arguments.dropout
+        arguments.layers, arguments.width, arguments.heads, vocabulary, arguments.length, arguments.dropout
     ).to(device)
     world = world_size()
     if world > 1:
@@ -162,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("loop", "trainer"))
     parser.add_argument("--data", required=True)
-    sizes = {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50304, "length": 1024, "micro": 16}
+    sizes = {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50257, "length": 1024, "micro": 16}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=40)

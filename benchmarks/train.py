@@ -1,11 +1,12 @@
 """Tokens per second of gptlm, of a plain compiled PyTorch loop, and of the stock HuggingFace Trainer, side by side.
 
-    python benchmarks/train.py [--model gpt2-medium-en] [--micro 16] [--steps 60] [--rounds 1] [--only NAME ...]
+    python benchmarks/train.py [--model gpt2-medium-en] [--vocab_size 50257] [--micro 16] [--steps 60] [--rounds 1]
+        [--only NAME ...]
 
-All read the same token file. Ours is `scripts/run_pretrain.py` as users run it, logging every 10 steps. Rounds are
-interleaved. A speed is the median over means of ten steps each, after the tenth, in wall-clock time. MFU counts
-6 N + 12 L H S operations per token (Kaplan et al. 2020; Chowdhery et al. 2022), relative to --peak. --json FILE writes
-the numbers.
+All train the same vocabulary, by default GPT-2's 50257 entries (the plain loop pads it, see loops.py), and read the
+same token file. Ours is `scripts/run_pretrain.py` as users run it, logging every 10 steps. Rounds are interleaved. A
+speed is the median over means of ten steps each, after the tenth, in wall-clock time. MFU counts 6 N + 12 L H S
+operations per token (Kaplan et al. 2020; Chowdhery et al. 2022), relative to --peak. --json FILE writes the numbers.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from strategies import write_data
 
 ROOT = Path(__file__).parents[1]
 SIZES = {  # layers, width, heads, vocabulary, tokens of a sample
-    "gpt2-en": (12, 768, 12, 50304, 1024),
-    "gpt2-medium-en": (24, 1024, 16, 50304, 1024),
-    "gpt3-1.3B-en": (24, 2048, 16, 50304, 1024),
+    "gpt2-en": (12, 768, 12, 50257, 1024),
+    "gpt2-medium-en": (24, 1024, 16, 50257, 1024),
+    "gpt3-1.3B-en": (24, 2048, 16, 50257, 1024),
     "demo": (3, 256, 4, 2048, 128),
 }
 OURS = {  # names -> flags
@@ -52,6 +53,7 @@ OTHERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-medium-en", choices=SIZES)
+    parser.add_argument("--vocab_size", type=int, help="entries; unset: those of the model")
     parser.add_argument("--micro", type=int, default=16, help="samples")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
@@ -62,9 +64,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["ours", "loop", "trainer"])
     parser.add_argument("--json", dest="file")
     arguments = parser.parse_args()
+    if arguments.vocab_size is None:
+        arguments.vocab_size = SIZES[arguments.model][3]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
-        write_data(Path(name) / "data" / "c", min(SIZES[arguments.model][3], 50257))
+        write_data(Path(name) / "data" / "c", min(arguments.vocab_size, 50257))
         for _ in range(arguments.rounds):
             for case in arguments.only:
                 result = ours(Path(name), case, arguments) if case in OURS else other(Path(name), case, arguments)
@@ -76,8 +80,8 @@ def main() -> None:
 
 
 def print_row(case: str, result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    layers, width, _, vocabulary, length = SIZES[arguments.model]
-    parameters = (vocabulary + length) * width + layers * 12 * width * width
+    layers, width, _, _, length = SIZES[arguments.model]
+    parameters = (arguments.vocab_size + length) * width + layers * 12 * width * width
     flops = 6 * parameters + 12 * layers * width * length
     tokens = arguments.micro * length / statistics.median(result["seconds"])
     result["tokens_per_second"] = tokens
@@ -99,7 +103,9 @@ def launcher(arguments: argparse.Namespace) -> list[str]:
 def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("--layers", "--width", "--heads", "--vocabulary", "--length")
     words = [*OTHERS[case].split(), "--data", folder / "data" / "c"]
-    words += [word for pair in zip(names, SIZES[arguments.model], strict=True) for word in pair]
+    layers, width, heads, _, length = SIZES[arguments.model]
+    values = (layers, width, heads, arguments.vocab_size, length)
+    words += [word for pair in zip(names, values, strict=True) for word in pair]
     words += ["--micro", arguments.micro, "--steps", arguments.steps, "--dropout", arguments.dropout]
     script = str(ROOT / "benchmarks" / "loops.py")
     done = subprocess.run([*launcher(arguments), script, *map(str, words)], capture_output=True, text=True)
@@ -110,9 +116,10 @@ def other(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, A
 
 
 def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    layers, width, heads, vocabulary, length = SIZES[arguments.model]
+    layers, width, heads, _, length = SIZES[arguments.model]
     words = (
-        f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size {vocabulary} "
+        f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} "
+        f"--vocab_size {arguments.vocab_size} "
         f"--max_position_embeddings {length} --max_seq_length {length} --input_dir {folder}/data --split 1,0,0 "
         f"--output_dir {folder}/out --overwrite_output_dir --per_device_train_batch_size {arguments.micro} "
         f"--max_steps {arguments.steps} --logging_steps 10 --save_strategy no --do_train --disable_tqdm 1 "
