@@ -113,7 +113,7 @@ def test_every_search_reports_logits_that_are_not_finite(broken, tokenizer, aske
 def test_scoring_reports_logits_that_are_not_finite(broken):
     for model, cause in zip(broken, ("1 of its 16 weight", "so large"), strict=True):
         with pytest.raises(GptlmError, match=f"computes NaN or infinity: .*{cause}"):
-            list(score(model, [Row([1, 2, 3], 2)], 1))
+            list(score(model, [Row([1, 2, 3], 2)], [range(1)]))
 
 
 def test_a_folder_without_weights_or_config_is_refused(tmp_path, model):

@@ -8,7 +8,8 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from gptlm.errors import GptlmError
-from gptlm.inference.scoring import Row, Windows, score
+from gptlm.inference.scoring import BATCH_TOKENS, Row, Windows, batches, score
+from gptlm.kernels.linear_cross_entropy import token_scores
 from gptlm.model.build import load_model
 
 
@@ -65,8 +66,9 @@ def tokens() -> list[int]:
 def test_the_mean_loss_is_that_of_a_token_by_token_computation(tiny_model, tokens, length, step):
     expected = brute_force(tiny_model, tokens, length, step)
     model = load_model(str(tiny_model)).eval()
-    for batch_size in (1, 4, 100):
-        scores = [one for batch in score(model, Windows(tokens, length, step), batch_size) for _, one in batch]
+    windows = Windows(tokens, length, step)
+    for batch_size in (1, 4, None):
+        scores = [one for batch in score(model, windows, batches(windows, batch_size)) for _, one in batch]
         assert sum(len(one.hits) for one in scores) == 149
         assert sum(one.loss for one in scores) / 149 == pytest.approx(expected, abs=1e-5)
 
@@ -81,7 +83,7 @@ def test_rows_of_different_lengths_share_a_batch(tiny_model, tokens):
     best = [
         tuple((part.argmax(-1) == torch.tensor(row.ids[-row.scored :])).tolist()) for part, row in zip(logits, rows)
     ]
-    (batch,) = score(model, rows, 4)
+    (batch,) = score(model, rows, [range(4)])
     assert [number for number, _ in batch] == [0, 1, 2, 3]
     assert [one.hits for _, one in batch] == best
     for (_, one), part, row in zip(batch, logits, rows):
@@ -93,25 +95,43 @@ def test_hits_are_the_argmax(tiny_model, tokens):
     stock = GPT2LMHeadModel.from_pretrained(tiny_model).eval()
     with torch.no_grad():
         best = int(stock(torch.tensor([tokens[:10]])).logits[0, -1].argmax())
-    (((_, right), (_, wrong)),) = score(
-        load_model(str(tiny_model)).eval(), [Row([*tokens[:10], best], 1), Row([*tokens[:10], (best + 1) % 500], 1)], 2
-    )
+    rows = [Row([*tokens[:10], best], 1), Row([*tokens[:10], (best + 1) % 500], 1)]
+    (((_, right), (_, wrong)),) = score(load_model(str(tiny_model)).eval(), rows, [range(2)])
     assert right.hits == (True,) and wrong.hits == (False,) and right.loss < wrong.loss
 
 
-def test_shares_score_every_row_once(tiny_model, tokens):
+def test_batches_come_in_order_and_hold_every_row_once(tiny_model, tokens):
+    """Also where more are in flight than there are, and where fewer."""
     model = load_model(str(tiny_model)).eval()
     windows = Windows(tokens, 16, 8)
-    for parts in (1, 2, 3, 20):
-        seen = [n for i in range(parts) for batch in score(model, windows, 4, (i, parts)) for n, _ in batch]
-        assert sorted(seen) == list(range(len(windows)))
+    for size in (1, 4, 5, 100):
+        scored = list(score(model, windows, batches(windows, size)))
+        assert [n for batch in scored for n, _ in batch] == list(range(len(windows)))
+        assert max(map(len, scored)) <= size
 
 
-def test_only_scored_positions_get_logits(tiny_model, tokens, monkeypatch):
+def test_a_batch_has_as_many_rows_as_tokens_fit():
+    rows = [Row(range(1 + n), 1) for n in (*[1024] * 17, *[90] * 400, *[2 * BATCH_TOKENS], 7)]
+    found = batches(rows, None)
+    assert [number for batch in found for number in batch] == list(range(len(rows)))
+    assert [len(batch) for batch in found][:2] == [16, 16] and found[-2:] == [range(417, 418), range(418, 419)]
+    for batch, after in zip(found, found[1:]):
+        longest = max(len(rows[number].ids) - 1 for number in batch)
+        assert len(batch) == 1 or len(batch) * longest <= BATCH_TOKENS
+        assert (len(batch) + 1) * max(longest, len(rows[after[0]].ids) - 1) > BATCH_TOKENS
+
+
+def test_only_scored_positions_get_logits(tiny_model, tokens):
     model = load_model(str(tiny_model)).eval()
     seen = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    list(score(model, Windows(tokens, 64, 8), 4))
+
+    def scores(hidden, weight, targets):
+        seen.append(hidden.shape)
+        return token_scores(hidden, weight, targets)
+
+    model.output_scores = scores
+    windows = Windows(tokens, 64, 8)
+    list(score(model, windows, batches(windows, 4)))
     assert sum(shape[0] for shape in seen) == 149 and all(len(shape) == 2 for shape in seen)
 
 
@@ -120,4 +140,4 @@ def test_nan_weights_are_reported(tiny_model, tokens):
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(float("nan"))
     with pytest.raises(GptlmError, match="computes NaN or infinity"):
-        list(score(model, Windows(tokens, 64, 8), 4))
+        list(score(model, Windows(tokens, 64, 8), [range(2)]))

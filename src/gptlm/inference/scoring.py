@@ -1,20 +1,24 @@
 """Score given tokens with a model: sliding windows over a long text, log-probabilities, greedy matches.
 
-Logits are computed for the scored targets only, a chunk at a time.
+Logits are computed for the scored targets only, a chunk at a time. On a GPU nothing waits for the results of a batch
+until the next ones have been started.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import overload
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gptlm.kernels.linear_cross_entropy import CHUNK_TOKENS
 from gptlm.model.build import check_finite
 from gptlm.model.gpt import GPTLMHeadModel
+
+BATCH_TOKENS = 16384  # with padding, of a batch without a given number of rows: enough to fill a GPU
+IN_FLIGHT = 2  # batches that are started before the results of the first one are read
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -70,54 +74,93 @@ class Windows(Sequence[Row]):
         return Row(self.tokens[start:end], scored)
 
 
-def score(
-    model: GPTLMHeadModel, rows: Sequence[Row], batch_size: int, share: tuple[int, int] = (0, 1)
-) -> Iterator[list[tuple[int, Score]]]:
-    """Yields, for each batch, the pairs (index of a row, its score).
+def batches(rows: Sequence[Row], size: int | None) -> list[range]:
+    """Consecutive numbers of `rows` for each batch: `size` of them, or as many as have BATCH_TOKENS inputs."""
+    if size is not None:
+        return [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    found: list[range] = []
+    start = longest = 0
+    for number in range(len(rows)):
+        longest = max(longest, len(rows[number].ids) - 1)
+        if number > start and (number + 1 - start) * longest > BATCH_TOKENS:
+            found.append(range(start, number))
+            start, longest = number, len(rows[number].ids) - 1
+    return [*found, range(start, len(rows))]
+
+
+def score(model: GPTLMHeadModel, rows: Sequence[Row], batches: Sequence[range]) -> Iterator[list[tuple[int, Score]]]:
+    """Yields, for each batch, the pairs (number of a row, its score).
 
     Args:
-        share: (i, n) scores every n-th batch from the i-th on, so that n processes score all rows once.
+        batches: numbers of rows. Rows of similar length belong into one batch, which is padded to the longest.
 
     Raises:
         GptlmError: if the logits are not finite.
     """
-    for start in range(share[0] * batch_size, len(rows), share[1] * batch_size):
-        batch = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
-        yield list(enumerate(_score_batch(model, batch), start=start))
+    started: deque[_Started] = deque()
+    for numbers in batches:
+        started.append(_start(model, [rows[number] for number in numbers], numbers))
+        if len(started) > IN_FLIGHT:
+            yield _finish(model, started.popleft())
+    while started:
+        yield _finish(model, started.popleft())
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A batch of which the device may still compute.
+
+    Attributes:
+        sizes: targets of each row.
+        losses, hits: of all targets, in host memory, valid after `ready`.
+    """
+
+    numbers: range
+    sizes: list[int]
+    losses: Tensor
+    hits: Tensor
+    ready: torch.cuda.Event | None
 
 
 @torch.inference_mode()
-def _score_batch(model: GPTLMHeadModel, rows: Sequence[Row]) -> list[Score]:
-    hidden = model.transformer(input_ids=_padded(rows).to(model.device)).last_hidden_state
-    ends = [len(row.ids) - 1 for row in rows]
-    # (targets of all rows, width)
-    kept = torch.cat([hidden[i, end - row.scored : end] for i, (row, end) in enumerate(zip(rows, ends, strict=True))])
-    targets = np.concatenate([np.asarray(row.ids[-row.scored :], dtype=np.int64) for row in rows])
-    losses, hits = _losses(model, kept, torch.from_numpy(targets).to(kept.device))
-    check_finite(losses, model)
+def _start(model: GPTLMHeadModel, rows: Sequence[Row], numbers: range) -> _Started:
+    device = model.device
+    length = max(len(row.ids) for row in rows) - 1
+    inputs = len(rows) * length
     sizes = [row.scored for row in rows]
-    parts = zip(losses.split(sizes), hits.split(sizes), strict=True)
-    return [Score(loss.sum().item(), tuple(hit.tolist())) for loss, hit in parts]
-
-
-def _padded(rows: Sequence[Row]) -> Tensor:
-    """Inputs (rows, longest) int64. Padding is on the right, where causal attention needs no mask."""
-    ids = np.zeros((len(rows), max(len(row.ids) for row in rows) - 1), dtype=np.int64)
+    # one copy to the device: ids (rows, length), positions of the targets in them, the targets
+    given = torch.zeros(inputs + 2 * sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    ids, places, targets = np.split(given.numpy(), [inputs, inputs + sum(sizes)])
+    done = 0
     for i, row in enumerate(rows):
-        ids[i, : len(row.ids) - 1] = row.ids[:-1]
-    return torch.from_numpy(ids)
+        begin, end = i * length, i * length + len(row.ids) - 1
+        ids[begin:end] = row.ids[:-1]  # padding is on the right, where causal attention needs no mask
+        places[done : done + row.scored] = range(end - row.scored, end)
+        targets[done : done + row.scored] = row.ids[-row.scored :]
+        done += row.scored
+    on_device = given.to(device, non_blocking=True)
+    tokens, kept, wanted = on_device.split([inputs, done, done])
+    hidden = model.transformer(input_ids=tokens.view(len(rows), length)).last_hidden_state.flatten(0, 1)
+    losses, hits = model.output_scores(hidden[kept], model.lm_head.weight, wanted)
+    if device.type != "cuda":
+        return _Started(numbers, sizes, losses, hits, None)
+    losses, hits = _to_host(losses), _to_host(hits)
+    ready = torch.cuda.Event()
+    ready.record()
+    return _Started(numbers, sizes, losses, hits, ready)
 
 
-def _losses(model: GPTLMHeadModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p (targets,) in float64 from float32 logits, and whether the target is the argmax (targets,).
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in host memory, filled when the device gets there."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    Args:
-        hidden: (targets, width).
-        targets: (targets,) ids.
-    """
-    losses, hits = [], []
-    for part, target in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
-        logits = model.lm_head(part).float()
-        losses.append(F.cross_entropy(logits, target, reduction="none").double().cpu())
-        hits.append((logits.argmax(dim=-1) == target).cpu())
-    return torch.cat(losses), torch.cat(hits)
+
+def _finish(model: GPTLMHeadModel, batch: _Started) -> list[tuple[int, Score]]:
+    if batch.ready is not None:
+        batch.ready.synchronize()
+    check_finite(batch.losses, model)
+    losses, hits = batch.losses.tolist(), batch.hits.tolist()
+    ends = list(accumulate(batch.sizes))
+    parts = [(end - size, end) for end, size in zip(ends, batch.sizes, strict=True)]
+    scores = (Score(sum(losses[a:b]), tuple(hits[a:b])) for a, b in parts)  # sums in float64
+    return list(zip(batch.numbers, scores, strict=True))

@@ -24,8 +24,9 @@ from gptlm.errors import GptlmError, doing
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
 from gptlm.inference.loading import check_model_folder, find_model, load_for_inference, tokenizer_folder
-from gptlm.inference.scoring import score
+from gptlm.inference.scoring import batches, score
 from gptlm.inference.tasks import MAX_EXPONENT, Cloze, Reading, Report, encode_documents, read_cloze, read_text
+from gptlm.kernels.compiling import compile_model, compile_obstacle
 from gptlm.model.files import shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.tokenizer import encode_texts, fingerprint, load_tokenizer
@@ -37,6 +38,7 @@ from gptlm.training.metrics.throughput import start_logging
 logger = logging.getLogger(__name__)
 
 MIN_EXAMPLES = 200  # from which an accuracy near 0 is not chance
+WORTH_COMPILING = 1e16  # operations: half a minute of an H200
 MAX_PADDING = 1024  # rows of the embedding without a token, which pad a vocabulary to a multiple
 
 
@@ -66,10 +68,8 @@ def _evaluate(arguments: EvaluateArguments) -> Report:
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
     init_gloo(arguments.ddp_timeout)  # the processes exchange a few sums only
-    device = torch.device(chosen.type)
-    if chosen.type != "cpu":
-        device = torch.device(chosen.type, ranks.local_rank() % torch.cuda.device_count())
-    model, _ = load_for_inference(source, device, dtype=chosen.dtype, lora_path=adapters)
+    model, _ = load_for_inference(source, _device(chosen.type), dtype=chosen.dtype, lora_path=adapters)
+    _compile(model, task, arguments.torch_compile, chosen.type)
     sums = _sums(model, task, arguments)
     report = {
         "task": arguments.task,
@@ -198,19 +198,36 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     return tokens
 
 
+def _compile(model: GPTLMHeadModel, task: Cloze | Reading, wanted: bool | None, device: str) -> None:
+    """Compile blocks and scores as --torch_compile asks; unset, on a GPU where it takes less time than it saves."""
+    inputs = sum(len(row.ids) - 1 for row in task.rows) / ranks.world_size()
+    is_long = 2 * model.num_parameters() * inputs > WORTH_COMPILING
+    if not (device == "cuda" and is_long if wanted is None else wanted):
+        return
+    obstacle = compile_obstacle(device)
+    if obstacle is None:
+        compile_model(model, lengths_vary=True)
+        logger.info(
+            "blocks and scores are compiled, the first batch takes longer (--torch_compile 0 switches this off)"
+        )
+    elif wanted:
+        logger.warning("--torch_compile has no effect: %s", obstacle)
+    else:
+        logger.info("blocks and scores are not compiled: %s", obstacle)
+
+
 @doing("scoring")
 def _sums(model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments) -> Sequence[float]:
     """The results of `task.tally`, summed over all rows and processes."""
     world = ranks.world_size()
-    batches = math.ceil(len(task.rows) / arguments.batch_size)
-    tallies = torch.zeros(4 if isinstance(task, Cloze) else 2, dtype=torch.float64)
-    for done, scores in enumerate(score(model, task.rows, arguments.batch_size, (ranks.rank(), world)), start=1):
-        for number, one in scores:
-            tallies += torch.tensor(task.tally(number, one), dtype=torch.float64)
+    whole = batches(task.rows, arguments.batch_size)
+    tallies = np.zeros(4 if isinstance(task, Cloze) else 2)
+    for done, scores in enumerate(score(model, task.rows, whole[ranks.rank() :: world]), start=1):
+        tallies += np.sum([task.tally(number, one) for number, one in scores], axis=0)
         if done % arguments.logging_freq == 0:
-            logger.info("batch %d of %d", min(done * world, batches), batches)
+            logger.info("batch %d of %d", min(done * world, len(whole)), len(whole))
     if world > 1:
-        dist.all_reduce(tallies)
+        dist.all_reduce(torch.from_numpy(tallies))
     return tallies.tolist()
 
 

@@ -41,7 +41,11 @@ class EvaluateArguments:
     overlapping_eval: int | None = arg(
         32, "new tokens per window after the first, at most max_seq_length; none: max_seq_length", ge=1, unit="tokens"
     )
-    batch_size: int = arg(8, "windows or texts per forward pass; does not change the results", ge=1)
+    batch_size: int | None = arg(
+        None,
+        "windows or texts per forward pass; unset: as many as have 16,384 tokens; does not change the results",
+        ge=1,
+    )
     max_examples: int | None = arg(None, "maximum number of texts (LAMBADA) or windows; unset: all", ge=1)
     detokenizer: str = arg(
         "auto", "how to undo the tokenization of the text; auto: by task; lambada: no change", choices=DETOKENIZERS
@@ -53,6 +57,7 @@ class EvaluateArguments:
     device: str = arg("gpu", "gpu, gpu:N or cpu; falls back to cpu with a warning if there is no GPU", check=bad_device)
     bf16: bool = arg(False, "bfloat16 weights; the loss stays float32")
     fp16: bool = arg(False, "float16 weights on a GPU, float32 on a CPU; the loss stays float32")
+    torch_compile: bool | None = arg(None, "compile layers and scores; unset: on for long evaluations on a GPU")
 
 
 @dataclass(frozen=True, kw_only=True)
