@@ -20,7 +20,7 @@ Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C, 1), "max" |
 
 ChunkLoss = Callable[[Tensor, Tensor, int, int, int, Reduction, bool], tuple[Tensor, Tensor | None]]
 
-ChunkScores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+ChunkScores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
@@ -35,17 +35,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(padded, dtype=torch.float32) if needs_weight else None
-        how = ignore_index, first_id, weight.shape[0], reduce, needs_hidden or needs_weight
+        entries = weight.shape[0]
+        how = ignore_index, first_id, entries, reduce, needs_hidden or needs_weight
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
-            loss, grad_logits = chunk(inputs[rows] @ padded.T, targets[rows], *how)
+            loss, grad_logits = chunk(_logits(inputs[rows], padded, entries), targets[rows], *how)
             total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ padded
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, inputs[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.rows, ctx.weight_dtype = weight.shape[0], weight.dtype
+        ctx.entries, ctx.weight_dtype = entries, weight.dtype
         return total
 
     @staticmethod
@@ -54,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_total.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight[: ctx.rows] * grad_total).to(ctx.weight_dtype)
+            grad_weight = (grad_weight[: ctx.entries] * grad_total).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, *(None,) * 6
 
 
@@ -75,14 +76,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _masked(product: Tensor, entries: int) -> Tensor:
-    """`product` with -inf after its first `entries` columns."""
-    if entries == product.shape[1]:
-        return product
-    if torch.compiler.is_compiling():  # a part of the next pass over memory
-        return torch.where(torch.arange(product.shape[1], device=product.device) < entries, product, -torch.inf)
-    product[:, entries:] = -torch.inf
-    return product
+def _logits(hidden: Tensor, padded: Tensor, entries: int) -> Tensor:
+    """(C, D), (V, D) -> (C, V) with -inf after the first `entries` columns."""
+    logits = hidden @ padded.T
+    logits[:, entries:] = -torch.inf  # at most 127 columns, less than a condition costs in each pass over all
+    return logits
 
 
 def chunk_loss(
@@ -97,10 +95,10 @@ def chunk_loss(
     """Summed loss of one chunk's logits, and its gradient with respect to them, in their dtype.
 
     Args:
-        product: (C, V) logits, which may be overwritten.
-        entries: columns that count; the others are padding.
+        product: (C, V) logits, -inf in columns of padding.
+        entries: the number of other columns.
     """
-    logits = _masked(product, entries).float()
+    logits = product.float()
     # with the dimension kept, torch.compile finds maximum and sum in one pass over memory
     highest = reduce(logits.amax(dim=-1, keepdim=True), "max")
     exponentials = (logits - highest).exp_()
@@ -158,14 +156,13 @@ def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> 
     return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), **how)
 
 
-def chunk_scores(product: Tensor, targets: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+def chunk_scores(product: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each target (C,) in float32, and whether it is the argmax (C,), from logits (C, V) as in `chunk_loss`.
 
     Every target is an id.
     """
-    logits = _masked(product, entries)
-    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    return -log_p.gather(1, targets[:, None])[:, 0], logits.argmax(dim=-1) == targets
+    log_p = torch.log_softmax(product, dim=-1, dtype=torch.float32)
+    return -log_p.gather(1, targets[:, None])[:, 0], product.argmax(dim=-1) == targets
 
 
 @torch.no_grad()
@@ -189,5 +186,5 @@ def token_scores(
     hits = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        losses[rows], hits[rows] = chunk(inputs[rows] @ padded.T, targets[rows], weight.shape[0])
+        losses[rows], hits[rows] = chunk(_logits(inputs[rows], padded, weight.shape[0]), targets[rows])
     return losses, hits
