@@ -30,7 +30,12 @@ ALLOWED = {
     "_base_", "_inherited_", "_replace",
 }  # fmt: skip
 TRAINER_FILES = ("training/trainer.py", "training/loop.py")
-OWN_METHODS = {"output_loss", "forward", "core_context"}  # of our own modules, replaced when they are compiled or split
+OWN_METHODS = {
+    "output_loss",
+    "output_scores",
+    "forward",
+    "core_context",
+}  # of our own modules, replaced when they are compiled or split
 
 
 def private(name: str) -> bool:
