@@ -1,9 +1,14 @@
-"""`gptlm pretrain` with a timer, for train.py (see `Timer`). With GPTLM_PROFILE=FILE it writes a profile."""
+"""`gptlm COMMAND` with a timer, for the other benchmarks: `timed.py COMMAND [flags]`.
+
+$GPTLM_STEP_TIMES names the file for the times: see `Timer` for training, `timed_scores` for `evaluate`. With
+GPTLM_PROFILE=FILE training writes a profile.
+"""
 
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +17,17 @@ from transformers import TrainerCallback
 
 from gptlm.cli import main
 from gptlm.ranks import is_main_process
-from gptlm.training.trainer import GPTTrainer
+
+START = time.perf_counter()
 
 
 class Timer(TrainerCallback):
-    """Writes seconds per step (means of ten), seconds to the end of the first, and peak memory to $GPTLM_STEP_TIMES."""
+    """Notes seconds per step (means of ten), seconds to the end of the first, and our log's tokens per second."""
 
     def __init__(self) -> None:
-        self.start = time.perf_counter()
         self.first = 0.0
         self.marks: list[float] = []
+        self.tokens_per_second: list[float] = []
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1 or state.global_step % 10 == 0:
@@ -29,12 +35,14 @@ class Timer(TrainerCallback):
                 torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
 
+    def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "interval_tokens_per_second_per_device" in logs:
+            self.tokens_per_second.append(logs["interval_tokens_per_second_per_device"])
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if is_main_process() and "GPTLM_STEP_TIMES" in os.environ:
-            seconds = [(b - a) / 10 for a, b in zip(self.marks[1:], self.marks[2:], strict=False)]
-            memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-            found = {"seconds": seconds, "first": self.marks[0] - self.start, "memory": memory}
-            Path(os.environ["GPTLM_STEP_TIMES"]).write_text(json.dumps(found))
+        seconds = [(b - a) / 10 for a, b in zip(self.marks[1:], self.marks[2:], strict=False)]
+        first = self.marks[0] - START if self.marks else 0.0
+        write({"seconds": seconds, "first": first, "tokens_per_second": self.tokens_per_second})
 
 
 class Profile(TrainerCallback):
@@ -56,9 +64,17 @@ class Profile(TrainerCallback):
             Path(self.path).write_text(f"{by_device}\n{by_host}")
 
 
-if __name__ == "__main__":
-    timer = Timer()
-    init = GPTTrainer.__init__
+def write(found: dict[str, Any]) -> None:
+    """Write `found` and the peak memory in GiB to $GPTLM_STEP_TIMES."""
+    if is_main_process() and "GPTLM_STEP_TIMES" in os.environ:
+        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        Path(os.environ["GPTLM_STEP_TIMES"]).write_text(json.dumps({**found, "memory": memory}))
+
+
+def time_training() -> None:
+    from gptlm.training.trainer import GPTTrainer
+
+    timer, init = Timer(), GPTTrainer.__init__
 
     def with_timer(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -67,4 +83,37 @@ if __name__ == "__main__":
             self.add_callback(Profile(os.environ["GPTLM_PROFILE"]))
 
     GPTTrainer.__init__ = with_timer  # type: ignore[method-assign]
-    sys.exit(main(["pretrain", *sys.argv[1:]]))
+
+
+def time_scoring() -> None:
+    """Note for each batch its inputs (tokens without padding) and its seconds."""
+    from gptlm.inference.scoring import score
+    from gptlm.recipes import evaluate
+
+    def timed_scores(model: Any, rows: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        tokens: list[int] = []
+        marks = [time.perf_counter()]
+        for scores in score(model, rows, *args, **kwargs):  # Python numbers: the device has finished
+            marks.append(time.perf_counter())
+            tokens.append(sum(len(rows[number].ids) - 1 for number, _ in scores))
+            yield scores
+        seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        write({"seconds": seconds, "tokens": tokens, "first": marks[min(1, len(tokens))] - START})
+
+    evaluate.score = timed_scores  # type: ignore[attr-defined]
+
+
+def time_command(command: str, words: list[str]) -> int:
+    """Run it; the timers of training and scoring write their own times."""
+    if command in ("pretrain", "sft"):
+        time_training()
+    elif command == "evaluate":
+        time_scoring()
+    code = main([command, *words])
+    if command == "predict":
+        write({"seconds": []})
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(time_command(sys.argv[1], sys.argv[2:]))

@@ -37,6 +37,7 @@ OURS = {  # names -> flags
     "ours fp16": "--fp16 --fp16_opt_level O2",
     "ours recompute": "--bf16 --fp16_opt_level O2 --recompute 1",
     "ours fp16 recompute": "--fp16 --fp16_opt_level O2 --recompute 1",
+    "ours masked": "--bf16 --fp16_opt_level O2 --document_masking attention",
     "ours stage1": "--bf16 --fp16_opt_level O2 --sharding stage1",
     "ours stage2": "--bf16 --fp16_opt_level O2 --sharding stage2",
     "ours stage3": "--bf16 --fp16_opt_level O2 --sharding stage3",
@@ -129,8 +130,8 @@ def ours(folder: Path, case: str, arguments: argparse.Namespace) -> dict[str, An
     ).split()
     marks = folder / "marks.json"
     environment = {**os.environ, "GPTLM_STEP_TIMES": str(marks)}
-    script = str(ROOT / "benchmarks" / "timed.py")
-    done = subprocess.run([*launcher(arguments), script, *words], capture_output=True, text=True, env=environment)
+    script = [str(ROOT / "benchmarks" / "timed.py"), "pretrain"]
+    done = subprocess.run([*launcher(arguments), *script, *words], capture_output=True, text=True, env=environment)
     if done.returncode:
         print(case, "failed", done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
         return {}

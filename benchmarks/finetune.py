@@ -1,0 +1,203 @@
+"""Fine-tuning with gptlm, the stock Trainer (with PEFT) and TRL's SFTTrainer, side by side.
+
+    python benchmarks/finetune.py [--size 345M] [--micro 8] [--length 640] [--only NAME ...] [--steps 60]
+        [--tokenizer FOLDER] [--model FOLDER] [--tiny]
+
+Model and rows are random and made on the spot (`made.py`): vocabulary 50257, GPT-2's dropout of 0.1, 1,600 rows of 41
+to 575 tokens, 308 on average. Ours is `gptlm sft` as users run it, logging every 10 steps; the others are in
+`peers.py`. TRL comes with `pip install -e '.[benchmark]'`. Tokens are those of rows, without padding; rows per second
+are tokens per second over a row's mean tokens, also where several rows share a pack. A speed is the median over means
+of 10 (ours) or 5 steps, after the first third. "pretrain" rows are `gptlm pretrain` with the same tokens per step and
+dropout.
+
+NAME may be a row or a group: full, lora, pretrain, ours, stock, trl. Without --tiny a GPU is needed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from made import SIZES, Words, make_model, make_rows
+from strategies import write_data
+
+ROOT = Path(__file__).parents[1]
+OURS = {  # names -> command and flags
+    "ours padded": "sft",
+    "ours padded grouped": "sft --group_by_length 1",
+    "ours packed": "sft --zero_padding 1",
+    "ours lora padded": "sft --lora 1",
+    "ours lora packed": "sft --lora 1 --zero_padding 1",
+    "pretrain": "pretrain",
+    "pretrain masked": "pretrain --document_masking attention",
+}
+PEERS = (
+    "stock padded", "stock lora padded", "stock lora padded bf16",
+    "trl bfd", "trl wrapped",
+    "trl lora bfd", "trl lora wrapped", "trl lora bfd bf16", "trl lora wrapped bf16",
+)  # fmt: skip
+ROWS = (*OURS, *PEERS)
+RATIOS = (  # of rows per second, each against the fastest of the others that were measured
+    ("ours padded", ("stock padded",)),
+    ("ours packed", ("stock padded",)),
+    ("ours packed", ("trl bfd", "trl wrapped")),
+    ("ours packed", ("pretrain",)),
+    ("ours lora padded", ("stock lora padded", "stock lora padded bf16")),
+    ("ours lora packed", ("stock lora padded", "stock lora padded bf16")),
+    ("ours lora packed", ("trl lora bfd", "trl lora wrapped", "trl lora bfd bf16", "trl lora wrapped bf16")),
+    ("ours lora padded", ("ours padded",)),
+    ("ours lora packed", ("ours packed",)),
+    ("pretrain masked", ("pretrain",)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="345M", choices=SIZES)
+    parser.add_argument("--micro", type=int, default=8, help="rows or packs")
+    parser.add_argument("--length", type=int, default=640, help="tokens of a pack, and most of a row")
+    parser.add_argument("--steps", type=int, default=60, help="of ours; the others make two thirds, at least 20")
+    parser.add_argument("--only", nargs="*", default=list(ROWS), help=f"rows or groups of {', '.join(ROWS)}")
+    parser.add_argument("--more", default="", help="flags added to ours")
+    parser.add_argument("--tokenizer", help="folder; unset: one made on the spot")
+    parser.add_argument("--model", help="folder with weights and tokenizer; unset: made on the spot")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: does every row run?")
+    arguments = parser.parse_args()
+    if arguments.tiny:  # batches of other sizes would take minutes
+        arguments.size, arguments.micro, arguments.length, arguments.steps = "tiny", 2, 128, 15
+    count = 60 if arguments.tiny else 1600
+    rows = chosen(arguments.only)
+    print_machine(arguments, f"{arguments.size}, micro-batch {arguments.micro} x {arguments.length}")
+    with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
+        folder = Path(name)
+        model = Path(arguments.model or folder / "model")
+        if not arguments.model:
+            make_model(model, arguments.size, arguments.tokenizer)
+        mean = make_rows(folder / "sft", Words(model), count, arguments.length)
+        print(f"{count} rows of {mean:.1f} tokens on average\n", flush=True)
+        speeds = {}
+        for row, result in measured(folder, model, rows, arguments):
+            if result.get("tokens_per_second"):
+                speeds[row] = print_row(row, result, mean)
+    print_ratios(speeds)
+
+
+def chosen(names: list[str]) -> list[str]:
+    """The rows that are named, or contain a name as a word; "full" is fine-tuning without adapters."""
+    found = set()
+    for name in names:
+        hits = {name} & set(ROWS) or {row for row in ROWS if name in row.split()}
+        if name == "full":
+            hits = {row for row in ROWS if "lora" not in row and "pretrain" not in row}
+        if not hits:
+            raise SystemExit(f"{name!r} is no row; expected some of {', '.join(ROWS)}")
+        found |= hits
+    return [row for row in ROWS if row in found]
+
+
+def print_machine(arguments: argparse.Namespace, what: str) -> None:
+    import torch
+    import transformers
+
+    card = "CPU" if arguments.tiny else torch.cuda.get_device_name()
+    print(f"{card}, torch {torch.__version__}, transformers {transformers.__version__}; {what}")
+
+
+def measured(
+    folder: Path, model: Path, rows: list[str], arguments: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for row in rows:
+        if row in OURS:
+            yield row, ours(folder, model, row, arguments)
+    if others := [row for row in rows if row in PEERS]:
+        words: list[object] = ["--rows", folder / "sft" / "train.json", "--steps", max(20, arguments.steps * 2 // 3)]
+        words += ["--micro", arguments.micro, "--length", arguments.length]
+        yield from peers(model, others, words, tiny=arguments.tiny)
+
+
+def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    command, *flags = OURS[row].split()
+    precision = "--device cpu" if arguments.tiny else "--bf16 --fp16_opt_level O2"
+    words = (
+        f"--output_dir {folder}/out --overwrite_output_dir --do_train --max_steps {arguments.steps} "
+        f"--logging_steps {5 if arguments.tiny else 10} --save_strategy no --disable_tqdm 1 --report_to none "
+        f"--per_device_train_batch_size {arguments.micro} --learning_rate 1e-5 {precision} {arguments.more}"
+    ).split()
+    if command == "pretrain":
+        layers, width, heads, positions = SIZES[arguments.size]
+        if not (folder / "data").exists():
+            write_data(folder / "data" / "c")
+        flags += (
+            f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size 50257 "
+            f"--max_position_embeddings {positions} --max_seq_length {arguments.length} --split 1,0,0 "
+            f"--input_dir {folder}/data --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
+        ).split()
+    else:
+        flags += (
+            f"--model_name_or_path {model} --dataset_name_or_path {folder}/sft --max_length {arguments.length} "
+            f"--src_length {arguments.length * 8 // 10} --tgt_length {arguments.length * 2 // 10}"
+        ).split()
+    return timed(folder, [command, *words, *flags])[0]
+
+
+def timed(folder: Path, words: list[str]) -> tuple[dict[str, Any], str]:
+    """Run `timed.py` with `words`; its times, empty if it failed, and its output."""
+    marks = folder / "marks.json"
+    marks.unlink(missing_ok=True)
+    environment = {**os.environ, "GPTLM_STEP_TIMES": str(marks)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "timed.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(" ".join(words), "failed", done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
+        return {}, ""
+    return json.loads(marks.read_text()), done.stdout + done.stderr
+
+
+def peers(model: Path, cases: list[str], words: list[Any], *, tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run `cases` of peers.py in one process; yields their results as they come."""
+    command = [sys.executable, ROOT / "benchmarks" / "peers.py", model, "--cases", *cases, *words]
+    command += ["--cpu"] if tiny else []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"case"'):
+                found = json.loads(line)
+                if "error" in found:
+                    print(found["case"], "failed", found["error"], file=sys.stderr)
+                yield found["case"], found
+        if process.wait():
+            errors.seek(0)
+            print("peers.py failed", errors.read()[-3000:], file=sys.stderr)
+
+
+def print_row(row: str, result: dict[str, Any], mean: float) -> float:
+    """Print it; returns its tokens per second."""
+    speeds = result["tokens_per_second"]
+    tokens = statistics.median(speeds[len(speeds) // 3 :])
+    rows = "" if row.startswith("pretrain") else f"{tokens / mean:8.1f} rows/s"
+    print(
+        f"{row:<24}{rows:>16}{tokens:>12,.0f} tokens/s  {result.get('memory', 0):6.2f} GiB"
+        f"  first step after {result['first']:.1f} s",
+        flush=True,
+    )
+    return tokens
+
+
+def print_ratios(speeds: dict[str, float]) -> None:
+    print()
+    for row, others in RATIOS:
+        known = [other for other in others if other in speeds]
+        if row in speeds and known:
+            best = max(known, key=speeds.__getitem__)
+            print(f"{row} / {best}: {speeds[row] / speeds[best]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
