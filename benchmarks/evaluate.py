@@ -14,10 +14,11 @@ padding. The speed of `evaluate` is over all batches but the first tenth, withou
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
 
-from finetune import peers, print_machine, timed
+from finetune import Peers, print_machine, timed
 from generate import print_row
 from made import SIZES, Words, make_model
 
@@ -49,31 +50,34 @@ def main() -> None:
         lines = [json.dumps({"text": words.text(60, 120)[1:]}) for _ in range(texts)]
         (folder / "lambada.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "text.txt").write_text(words.text(tokens, tokens)[1:] + "\n")
-        files = {
-            "lambada": "LAMBADA --eval_path lambada.jsonl",
-            "text": "TEXT --overlapping_eval none --eval_path text.txt",
-        }
-        for row in (row for row in OURS if row in arguments.only):
-            flags = files[row].replace("--eval_path ", f"--eval_path {folder}/")
-            command = (
-                f"evaluate --model_name_or_path {model} --task {flags} --batch_size {arguments.batch} "
-                f"{'--device cpu' if arguments.tiny else '--bf16'} {arguments.more}"
-            )
-            found, _ = timed(folder, command.split())
-            if found:
-                skipped = max(1, len(found["tokens"]) // 10)
-                seconds, counted = sum(found["seconds"][skipped:]), sum(found["tokens"][skipped:])
-                speeds[row] = print_row(row, counted / seconds, found["memory"])
         settings = ["--micro", windows[0], "--length", windows[1], "--steps", steps]
-        if others := [row for row in FORWARD if row in arguments.only]:
-            for row, result in peers(model, others, settings, tiny=arguments.tiny):
-                if "error" not in result:
-                    middle = sorted(result["tokens_per_second"])[len(result["tokens_per_second"]) // 2]
-                    speeds[row] = print_row(row, middle, result.get("memory", 0.0))
+        others = [row for row in FORWARD if row in arguments.only]
+        with Peers(model, others, settings, tiny=arguments.tiny) as peers:
+            for row in (row for row in OURS if row in arguments.only):
+                if found := ours(folder, model, row, arguments):
+                    speeds[row] = print_row(row, *found)
+            for row, result in peers.results():
+                speeds[row] = print_row(row, statistics.median(result["tokens_per_second"]), result.get("memory", 0.0))
     print()
     for row in OURS:
         if row in speeds and "ours forward" in speeds:
             print(f"{row} / ours forward: {speeds[row] / speeds['ours forward']:.2f}")
+
+
+def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> tuple[float, float] | None:
+    """Tokens per second, and GiB; None if it failed."""
+    task = f"LAMBADA --eval_path {folder}/lambada.jsonl"
+    if row == "text":
+        task = f"TEXT --eval_path {folder}/text.txt --overlapping_eval none"
+    command = (
+        f"evaluate --model_name_or_path {model} --task {task} --batch_size {arguments.batch} "
+        f"{'--device cpu' if arguments.tiny else '--bf16'} {arguments.more}"
+    )
+    found, _ = timed(folder, command.split())
+    if not found:
+        return None
+    skipped = max(1, len(found["tokens"]) // 10)
+    return sum(found["tokens"][skipped:]) / sum(found["seconds"][skipped:]), found["memory"]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +103,21 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def print_machine(arguments: argparse.Namespace, what: str) -> None:
-    import torch
-    import transformers
-
-    card = "CPU" if arguments.tiny else torch.cuda.get_device_name()
-    print(f"{card}, torch {torch.__version__}, transformers {transformers.__version__}; {what}")
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    card = "CPU" if arguments.tiny else subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    print(f"{card}, torch {version('torch')}, transformers {version('transformers')}; {what}", flush=True)
 
 
 def measured(
     folder: Path, model: Path, rows: list[str], arguments: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    for row in rows:
-        if row in OURS:
-            yield row, ours(folder, model, row, arguments)
-    if others := [row for row in rows if row in PEERS]:
-        words: list[object] = ["--rows", folder / "sft" / "train.json", "--steps", max(20, arguments.steps * 2 // 3)]
-        words += ["--micro", arguments.micro, "--length", arguments.length]
-        yield from peers(model, others, words, tiny=arguments.tiny)
+    words: list[Any] = ["--rows", folder / "sft" / "train.json", "--steps", max(20, arguments.steps * 2 // 3)]
+    words += ["--micro", arguments.micro, "--length", arguments.length]
+    with Peers(model, [row for row in rows if row in PEERS], words, tiny=arguments.tiny) as others:
+        for row in rows:
+            if row in OURS:
+                yield row, ours(folder, model, row, arguments)
+        yield from others.results()
 
 
 def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -159,22 +158,46 @@ def timed(folder: Path, words: list[str]) -> tuple[dict[str, Any], str]:
     return json.loads(marks.read_text()), done.stdout + done.stderr
 
 
-def peers(model: Path, cases: list[str], words: list[Any], *, tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run `cases` of peers.py in one process; yields their results as they come."""
-    command = [sys.executable, ROOT / "benchmarks" / "peers.py", model, "--cases", *cases, *words]
-    command += ["--cpu"] if tiny else []
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"case"'):
-                found = json.loads(line)
-                if "error" in found:
-                    print(found["case"], "failed", found["error"], file=sys.stderr)
+class Peers:
+    """A process of peers.py, which imports its libraries while ours is measured. A context.
+
+    Args:
+        model: folder with weights and tokenizer.
+        cases: the cases to run when `results` is called; without any nothing is started.
+        words: flags of peers.py.
+    """
+
+    def __init__(self, model: Path, cases: list[str], words: list[Any], *, tiny: bool):
+        self.cases = cases
+        self.errors = tempfile.TemporaryFile("w+")
+        command = [sys.executable, ROOT / "benchmarks" / "peers.py", model, *words, *(["--cpu"] if tiny else [])]
+        pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.process = subprocess.Popen(list(map(str, command)), **pipes) if cases else None
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+    def results(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Run the cases; yields the name and the result of each that did not fail."""
+        if not self.process:
+            return
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write("".join(f"{case}\n" for case in self.cases))
+        self.process.stdin.close()
+        for line in self.process.stdout:
+            found = json.loads(line) if line.startswith('{"case"') else {}
+            if "error" in found:
+                print(found["case"], "failed", found["error"], file=sys.stderr)
+            elif found:
                 yield found["case"], found
-        if process.wait():
-            errors.seek(0)
-            print("peers.py failed", errors.read()[-3000:], file=sys.stderr)
+        if self.process.wait():
+            self.errors.seek(0)
+            print("peers.py failed", self.errors.read()[-3000:], file=sys.stderr)
 
 
 def print_row(row: str, result: dict[str, Any], mean: float) -> float:

@@ -11,10 +11,11 @@ median of 3 batches after one of warm-up. NAME is a row (`ours 16`) or a group: 
 
 import argparse
 import re
+import statistics
 import tempfile
 from pathlib import Path
 
-from finetune import peers, print_machine, timed
+from finetune import Peers, print_machine, timed
 from made import SIZES, Words, make_model
 
 KINDS = ("ours", "dynamic", "static")
@@ -44,16 +45,16 @@ def main() -> None:
         words = Words(model)
         prompts = [words.text(20, 80).strip() for _ in range(9 * 16)]
         speeds = {}
-        for row in (row for row in rows if row.startswith("ours")):
-            if found := ours(folder, model, prompts, int(row.split()[1]), arguments):
-                speeds[row] = print_row(row, *found)
         (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
         settings = ["--prompts", folder / "prompts.txt", "--new_tokens", arguments.new_tokens]
-        if others := [row for row in rows if not row.startswith("ours")]:
-            for row, result in peers(model, others, settings, tiny=arguments.tiny):
-                if "error" not in result:
-                    middle = sorted(result["tokens_per_second"])[len(result["tokens_per_second"]) // 2]
-                    speeds[row] = print_row(row, middle, result.get("memory", 0.0))
+        others = [row for row in rows if not row.startswith("ours")]
+        speeds = {}
+        with Peers(model, others, settings, tiny=arguments.tiny) as peers:
+            for row in (row for row in rows if row.startswith("ours")):
+                if found := ours(folder, model, prompts, int(row.split()[1]), arguments):
+                    speeds[row] = print_row(row, *found)
+            for row, result in peers.results():
+                speeds[row] = print_row(row, statistics.median(result["tokens_per_second"]), result.get("memory", 0.0))
     print()
     for batch in arguments.batches:
         for kind in KINDS[1:]:

@@ -18,12 +18,16 @@ SIZES = {  # layers, width, heads, positions
 }
 
 
-def make_model(folder: Path, name: str, tokenizer_folder: str | None) -> None:
-    """Write a GPT-2 of the size `name` with its tokenizer, as `save_pretrained` of transformers does."""
+def make_model(folder: Path, name: str, tokenizer_folder: str | None, vocabulary: int = VOCABULARY) -> None:
+    """Write a GPT-2 of the size `name` with its tokenizer, as `save_pretrained` of transformers does.
+
+    Args:
+        tokenizer_folder: of the tokenizer; None: one with `vocabulary` entries is made.
+    """
     import torch
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder) if tokenizer_folder else made_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder) if tokenizer_folder else made_tokenizer(vocabulary)
     layers, width, heads, positions = SIZES[name]
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokenizer), n_layer=layers, n_embd=width, n_head=heads, n_positions=positions)
@@ -33,22 +37,20 @@ def make_model(folder: Path, name: str, tokenizer_folder: str | None) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def made_tokenizer() -> Any:
-    """A byte-level BPE with 50257 entries, trained on words of random letters."""
+def made_tokenizer(vocabulary: int) -> Any:
+    """A byte-level BPE with `vocabulary` entries, trained on words of random letters."""
     from gptlm.model.tokenizer import train_tokenizer
 
     draw = random.Random(0)
     words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randrange(2, 9))) for _ in range(40_000)]
-    return train_tokenizer((" ".join(draw.choices(words, k=200)) for _ in range(2000)), VOCABULARY)
+    return train_tokenizer((" ".join(draw.choices(words, k=200)) for _ in range(2000)), vocabulary)
 
 
 class Words:
     """Draws texts of a number of tokens."""
 
     def __init__(self, folder: Path):
-        from transformers import AutoTokenizer
-
-        vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         self.words = sorted(word[1:] for word in vocabulary if re.fullmatch("Ġ[a-z]+", word))
         self.draw = random.Random(0)
 

@@ -1,10 +1,10 @@
 """Other libraries on the same model, rows and prompts, for finetune.py and generate.py.
 
-    python benchmarks/peers.py MODEL --cases CASE ... [--rows FILE] [--prompts FILE] [--micro 8] [--steps 40] [--cpu]
+    echo CASE | python benchmarks/peers.py MODEL [--rows FILE] [--prompts FILE] [--micro 8] [--steps 40] [--cpu]
 
-MODEL is a folder with weights and tokenizer. One process runs all cases, because imports and the first kernels take
-longer than a measurement. Prints one JSON object per case. Training is bfloat16 autocast over float32 weights, as in
-transformers' and TRL's examples; cases with "bf16" load all weights in bfloat16.
+MODEL is a folder with weights and tokenizer. The lines of standard input are cases. One process runs all of them,
+because imports take longer than a measurement. Prints one JSON object per case. Training is bfloat16 autocast over
+float32 weights, as in transformers' and TRL's examples; cases with "bf16" load all weights in bfloat16.
 
 TRL packs without padding ("bfd": best fit, rows kept whole, one flat sequence per batch), which it supports with
 flash-attention 2 or 3 only. Where neither is installed, transformers' scaled_dot_product_attention gets a dense mask of
@@ -215,7 +215,6 @@ CASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--cases", nargs="+", choices=CASES, required=True)
     parser.add_argument("--rows", help="fine-tuning data: JSON lines with src and tgt")
     parser.add_argument("--prompts", help="one per line")
     parser.add_argument("--micro", type=int, default=8, help="rows or packs of a batch")
@@ -225,7 +224,8 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for case in arguments.cases:
+    for line in sys.stdin:
+        case = line.strip()
         try:
             result = CASES[case](arguments)
         except Exception:  # the other cases are worth their time

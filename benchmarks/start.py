@@ -1,0 +1,95 @@
+"""Seconds from the start of a command to its first step or token, next to importing torch and transformers.
+
+    python benchmarks/start.py [--rounds 5] [--only NAME ...] [--gpu]
+
+A tiny model (2 layers of 64, 1,000 entries) and tiny data, made by this script. "first" is the time until the line with
+the first result is read: one token of `predict`, the scores of one batch of `evaluate`, the log of the first training
+step. "all" is the time until the process has ended. "CPU" is user and system time of the whole process, which other
+load on the machine changes least. Rounds are interleaved, after one of warm-up; medians.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from made import Words, make_model, make_rows
+from strategies import write_data
+
+IMPORTS = "import torch, transformers"
+COMMANDS = {  # name -> what the first line with a result contains, flags; {} is the folder
+    "predict": ("", "--model_name_or_path {0}/model --prompt Hello --tgt_length 1"),
+    "evaluate": ("acc", "--model_name_or_path {0}/model --task LAMBADA --eval_path {0}/lambada.jsonl"),
+    "pretrain": (
+        "loss: ",
+        "--num_hidden_layers 2 --hidden_size 64 --num_attention_heads 2 --vocab_size 1000 --max_seq_length 64 "
+        "--input_dir {0}/data --split 1,0,0 --output_dir {0}/pretrain --max_steps 2 --logging_steps 1 --do_train "
+        "--overwrite_output_dir",
+    ),
+    "sft": (
+        "loss: ",
+        "--model_name_or_path {0}/model --dataset_name_or_path {0}/sft --output_dir {0}/sft_out --max_length 64 "
+        "--max_steps 2 --logging_steps 1 --do_train --overwrite_output_dir",
+    ),
+    "--help": ("usage", ""),
+    "--print_config": ("{", "--model_name_or_path gpt2-en"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=list(COMMANDS), choices=COMMANDS)
+    parser.add_argument("--gpu", action="store_true", help="commands use a GPU")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
+        folder = Path(name)
+        make_model(folder / "model", "tiny", None, vocabulary=1000)
+        words = Words(folder / "model")
+        make_rows(folder / "sft", words, 20, 64)
+        (folder / "lambada.jsonl").write_text(json.dumps({"text": words.text(20, 20)[1:]}) + "\n")
+        write_data(folder / "data" / "c", 1000)
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (IMPORTS, *arguments.only)}
+        for _ in range(arguments.rounds + 1):
+            for row in found:
+                found[row].append(measure(row, folder, gpu=arguments.gpu))
+    middle = {
+        row: [statistics.median(column) for column in zip(*times[1:], strict=True)] for row, times in found.items()
+    }
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, medians of {arguments.rounds}\n")
+    print(f"{'':<28}{'first':>8}{'all':>8}{'CPU':>8}   relative to the imports")
+    for row, values in middle.items():
+        ratios = [value / base for value, base in zip(values, middle[IMPORTS], strict=True)]
+        print(f"{row:<28}" + "".join(f"{v:>7.2f}s" for v in values) + "   " + "".join(f"{r:>7.2f}" for r in ratios))
+
+
+def measure(row: str, folder: Path, *, gpu: bool) -> tuple[float, float, float]:
+    """Seconds to the first result, to the end, and of CPU time."""
+    awaited, command = None, ["-c", IMPORTS]
+    if row != IMPORTS:
+        awaited, flags = COMMANDS[row]
+        command = ["-m", "gptlm", *((row,) if not row.startswith("-") else ("pretrain", row))]
+        command += flags.format(folder).split()
+        command += [] if row.startswith("-") else ["--device", "gpu" if gpu else "cpu"]
+    start, first = time.perf_counter(), None
+    errors = open(folder / "errors", "w+")
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if first is None and awaited is not None and awaited in line:
+            first = time.perf_counter() - start
+    _, status, usage = os.wait4(process.pid, 0)
+    end = time.perf_counter() - start
+    errors.seek(0)
+    if status or (first is None and awaited is not None):
+        raise SystemExit(f"{row} failed:\n{errors.read()[-3000:]}")
+    return (end if first is None else first, end, usage.ru_utime + usage.ru_stime)
+
+
+if __name__ == "__main__":
+    main()
