@@ -147,9 +147,17 @@ def test_special_tokens_in_texts_are_asked_for_in_evaluation(model, tmp_path, ca
         assert row.ids == ids
 
 
+@pytest.mark.parametrize("flag", ["--group_by_length", "--pad_to_multiple_of"])
+def test_packs_leave_nothing_to_pad_or_group(model, flag):
+    run = parse_sft([*_sft(model), "--zero_padding", flag, "1"], {})
+    assert f"{flag} has no effect: samples of --zero_padding have the same length" in run.notes
+
+
 def test_sides_and_tokens_of_the_original_s_encoding(model):
     with pytest.raises(UsageError, match="truncation_side left: --paddle_compat cuts the end of prompts"):
         parse_sft([*_sft(model), "--paddle_compat", "--truncation_side", "left"], {})
+    with pytest.raises(UsageError, match="pad_to_multiple_of 8: with --paddle_compat padding is attended to"):
+        parse_sft([*_sft(model), "--paddle_compat", "--pad_to_multiple_of", "8"], {})
     run = parse_sft([*_sft(model), "--paddle_compat", "--allow_special_tokens"], {})
     assert any("--allow_special_tokens has no effect" in note for note in run.notes)
     words = ["--task", "DATA", "--input_dir", "d", "--model_name_or_path", str(model), "--allow_special_tokens"]
