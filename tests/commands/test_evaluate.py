@@ -27,7 +27,7 @@ def parsed(model):
 def test_defaults(parsed, model):
     arguments, notes = parsed("--task wikitext103 --eval_path f")
     assert (arguments.task, arguments.detokenizer, arguments.model_name_or_path) == ("WIKITEXT103", "wikitext", model)
-    assert (arguments.max_seq_length, arguments.overlapping_eval, arguments.batch_size) == (64, 32, 8)
+    assert (arguments.max_seq_length, arguments.overlapping_eval, arguments.batch_size) == (64, 32, None)
     assert arguments.json is False and arguments.max_examples is None and notes == ()
     for task, detokenizer in (("LAMBADA", "lambada"), ("WIKITEXT2", "wikitext"), ("TEXT", "none")):
         assert parsed(f"--task {task} --eval_path f")[0].detokenizer == detokenizer

@@ -41,9 +41,10 @@ its targets, later windows the new ones only, so every token except the first is
   token_ratio   (num_tokens - 1) / (num_original_tokens - 1); original tokens are separated by blanks in the file
   adjusted_ppl  exp(min(20, loss x token_ratio)), the perplexity per original token
 With torchrun, windows are distributed over processes; the results do not change.
---json prints one flat object: task, model, num_examples, batch_size, max_seq_length. LAMBADA adds num_correct_strict,
-accuracy_strict, num_correct_last_token, accuracy_last_token. The other tasks (an example is a window) add
-num_original_tokens, num_tokens, num_scored, loss, ppl, token_ratio, adjusted_ppl, overlapping_eval, detokenizer.
+--json prints one flat object: task, model, num_examples, batch_size (null: unset), max_seq_length. LAMBADA adds
+num_correct_strict, accuracy_strict, num_correct_last_token, accuracy_last_token. The other tasks (an example is a
+window) add num_original_tokens, num_tokens, num_scored, loss, ppl, token_ratio, adjusted_ppl, overlapping_eval,
+detokenizer.
 token_ratio and adjusted_ppl are null for a text without a blank and for DATA. For DATA, num_original_tokens and
 detokenizer are null too."""
 
