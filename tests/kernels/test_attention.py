@@ -1,11 +1,12 @@
 """Attention by kernel: values and gradients of the formula, inside documents and with a mask."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from gptlm.kernels.attention import Documents, attention
+from gptlm.kernels.attention import Documents, _same_document, attention
 
 OFFSETS = [0, 0, 1, 9, 16, 23, 23, 32, 32, 32]  # two rows of 16; documents without tokens at both ends and between
 
@@ -23,10 +24,11 @@ def by_hand(q, k, v, allowed):
 
 def same_document(offsets, rows, length):
     """(rows, 1, length, length) bool: an earlier token of the same document."""
-    ends = torch.tensor(offsets)
-    document = torch.searchsorted(ends, torch.arange(rows * length), right=True).view(rows, length)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return (causal & (document[:, :, None] == document[:, None, :]))[:, None]
+    allowed = torch.zeros(rows * length, rows * length, dtype=torch.bool)
+    for start, stop in itertools.pairwise(offsets):
+        allowed[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril()
+    parts = [slice(row * length, (row + 1) * length) for row in range(rows)]
+    return torch.stack([allowed[part, part] for part in parts])[:, None]
 
 
 def check(found, wanted, inputs):
@@ -42,6 +44,10 @@ def test_documents(kind):
     inputs = leaves()
     found = attention(*inputs, documents=Documents(torch.tensor(OFFSETS, dtype=kind), 16))
     check(found, by_hand(*inputs, same_document(OFFSETS, 2, 16)), inputs)
+
+
+def test_the_mask_of_documents():
+    assert torch.equal(_same_document(torch.tensor(OFFSETS, dtype=torch.int32), 2, 16), same_document(OFFSETS, 2, 16))
 
 
 @pytest.mark.parametrize("repeat", [False, True])

@@ -1,7 +1,8 @@
 """Attention, and the choice of its kernel: from shape, data type, mask and whether shapes repeat.
 
-    documents           on a GPU one variable-length kernel for all of them: flash in half precision, memory-efficient
-                        otherwise. On a CPU plain attention, document by document. Neither makes a T x T mask.
+    documents           on a GPU in half precision flash by offsets, one kernel for all of them; on a CPU plain
+                        attention, document by document. Neither makes a T x T mask. In float32 on a GPU a mask:
+                        torch's memory-efficient kernel by offsets drops the same weights in all documents and heads.
     shapes repeat       torch's own choice. On Hopper that is cuDNN, the fastest, which plans for each new shape on the
                         CPU: 130 ms for forward and backward.
     shapes differ       flash, which needs no plan. With a mask, or where flash does not fit, torch's choice without
@@ -17,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlm.upstream.torch import efficient_attention, flash_attention
+from gptlm.upstream.torch import flash_attention
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HALF = (torch.bfloat16, torch.float16)
 FLASH_WIDTH = 256  # the widest head of flash attention
-ALIGNED = 8  # the kernels called here need E to be a multiple of it
+ALIGNED = 8  # flash attention needs E to be a multiple of it
 
 
 class Documents(NamedTuple):
@@ -76,15 +77,26 @@ def _fits_flash(q: Tensor) -> bool:
 
 def _document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float) -> Tensor:
     rows, _, length, width = q.shape
+    if q.is_cuda and not _fits_flash(q):
+        mask = _same_document(documents.offsets, rows, length)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (N, H, E)
     if not q.is_cuda:
         out = _loop(q, k, v, documents, dropout)
     else:
         if width % ALIGNED:
             q, k, v = (F.pad(x, (0, -width % ALIGNED)) for x in (q, k, v))
-        kernel = flash_attention if _fits_flash(q) else efficient_attention
-        out = kernel(q, k, v, documents.offsets.int(), documents.longest, dropout, width**-0.5)[..., :width]
+        offsets = documents.offsets.int()
+        out = flash_attention(q, k, v, offsets, documents.longest, dropout, width**-0.5)[..., :width]
     return out.unflatten(0, (rows, length)).transpose(1, 2)
+
+
+def _same_document(offsets: Tensor, rows: int, length: int) -> Tensor:
+    """(B, 1, T, T) bool: key j is not after query i, and in the same document."""
+    places = torch.arange(rows * length, device=offsets.device, dtype=offsets.dtype)
+    document = torch.searchsorted(offsets, places, right=True).view(rows, 1, length)
+    causal = torch.ones(length, length, dtype=torch.bool, device=offsets.device).tril()
+    return causal & (document[..., :, None] == document[..., None, :])
 
 
 @torch.compiler.disable  # reads the offsets

@@ -33,11 +33,8 @@ COLLECTIVES = (
 GROUP_NAMES = (Needed(_C10D, "_resolve_process_group", ("group_name",)),)
 STORE = (Needed(_C10D, "_get_default_store"),)
 LINEAR = (Needed("torch._C._nn", "linear"),)
-# `torch.nn.attention.varlen` calls the first one, too, but has no dropout
-ATTENTION = (
-    Needed("torch", "ops.aten._flash_attention_forward"),
-    Needed("torch", "ops.aten._efficient_attention_forward"),
-)
+# `torch.nn.attention.varlen` calls it, too, but has no dropout
+ATTENTION = (Needed("torch", "ops.aten._flash_attention_forward"),)
 NVLINK = (
     Needed("torch._C._distributed_c10d", "_detect_dma_connectivity"),
     Needed("torch._C._autograd", "DeviceType.CUDA"),
@@ -144,8 +141,6 @@ def triton_obstacle() -> str | None:
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
-CAUSAL = 1  # mask type of the memory-efficient kernel, by first tokens
-
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, longest: int, dropout: float, scale: float
@@ -159,14 +154,6 @@ def flash_attention(
     """
     forward = torch.ops.aten._flash_attention_forward
     return forward(q, k, v, offsets, offsets, longest, longest, dropout, True, False, scale=scale)[0]
-
-
-def efficient_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, dropout: float, scale: float
-) -> Tensor:
-    """As `flash_attention` with offsets, in any precision."""
-    forward, one = torch.ops.aten._efficient_attention_forward, (q[None], k[None], v[None])
-    return forward(*one, None, offsets, offsets, longest, longest, dropout, CAUSAL, True, scale=scale)[0][0]
 
 
 # Others ---------------------------------------------------------------------------------------------------------------
