@@ -4,7 +4,6 @@ import copy
 import json
 import logging
 import shutil
-import threading
 from itertools import takewhile
 
 import pytest
@@ -13,15 +12,16 @@ from transformers import GPT2LMHeadModel
 
 from gptlm.errors import GptlmError
 from gptlm.inference.generation import (
-    Sampling,
     Stream,
     check_rows,
     continue_rows,
     encode_prompts,
     stop_ids,
+    stream_decoder,
     text_of,
 )
 from gptlm.inference.loading import load_for_inference
+from gptlm.inference.sampling import Sampling
 from gptlm.inference.scoring import Row, score
 from gptlm.model.build import new_model
 from gptlm.model.presets import Shape
@@ -47,7 +47,7 @@ def run(model, tokenizer, prompts=PROMPTS, **change):
     settings = {"batch_size": 2, "max_new_tokens": 8, **change}
     rows = encode_prompts(tokenizer, prompts, settings.pop("max_prompt_tokens", 30))
     check_rows(rows, model.config.n_positions, model.config.vocab_size, settings["max_new_tokens"])
-    return [text_of(tokenizer, ids) for ids in continue_rows(model, tokenizer, rows, independent=True, **settings)]
+    return [text_of(tokenizer, ids) for ids in continue_rows(model, tokenizer, rows, **settings)]
 
 
 def test_rows_without_a_token_are_never_sampled(model, tokenizer):
@@ -161,7 +161,7 @@ def test_a_batch_equals_single_prompts_in_stock_code(tokenizer, stock, asked):
         out = plain.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), **settings)
         wanted += [list(takewhile(lambda token: token != eos, new)) for new in out[:, len(row) :].tolist()]
     own, _ = load_for_inference(str(folder), torch.device("cpu"))
-    settings = {"batch_size": 3, "max_new_tokens": 8, "independent": True}
+    settings = {"batch_size": 3, "max_new_tokens": 8}
     found = continue_rows(own, tokenizer, rows, sampling=Sampling(**asked), **settings)
     assert list(found) == wanted
     assert len({tuple(row) for row in wanted}) > 5
@@ -253,7 +253,8 @@ def weather(tokenizer):
 
 
 def stream(model, tokenizer, **change):
-    return Stream(model, tokenizer, tokenizer("写: ")["input_ids"], **{"max_new_tokens": 70, **change})
+    row = tokenizer("写: ")["input_ids"]
+    return Stream(stream_decoder(model, tokenizer), tokenizer, row, **{"max_new_tokens": 70, **change})
 
 
 def test_a_stream_never_ends_inside_a_character(weather, tokenizer):
@@ -281,12 +282,16 @@ def test_a_stream_stops_at_a_line_break(weather, tokenizer):
     assert run(weather, tokenizer, ["写: "], max_new_tokens=70, stop_at_eol=True) == [TEXT.partition("\n")[0]]
 
 
-def test_closing_a_stream_ends_the_generation(weather, tokenizer):
-    running = threading.active_count()
-    pieces = iter(stream(weather, tokenizer))
-    assert next(pieces) == TEXT[0] and threading.active_count() == running + 1
+def test_streams_share_a_decoder(weather, tokenizer):
+    """Also after one that was closed, and with other settings."""
+    decoder, row = stream_decoder(weather, tokenizer), tokenizer("写: ")["input_ids"]
+    pieces = iter(Stream(decoder, tokenizer, row, max_new_tokens=70))
+    assert next(pieces) == TEXT[0]
     pieces.close()
-    assert threading.active_count() == running
+    assert list(pieces) == []
+    assert "".join(Stream(decoder, tokenizer, row, max_new_tokens=70)) == TEXT
+    wild = Sampling(do_sample=True, top_k=0, temperature=50.0)
+    assert "".join(Stream(decoder, tokenizer, row, max_new_tokens=70, sampling=wild)) != TEXT
 
 
 def test_errors_reach_the_reader_of_a_stream(broken, tokenizer):

@@ -2,54 +2,23 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import groupby, takewhile
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from gptlm.data.encoder import log_special_tokens
 from gptlm.errors import GptlmError, named
+from gptlm.inference.decoding import Decoder
+from gptlm.inference.sampling import GREEDY, Sampling
 from gptlm.model.build import check_finite
 from gptlm.model.tokenizer import encode_texts
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_FIELDS = ("top_k", "top_p", "temperature")
-BEAM_FIELDS = ("length_penalty", "early_stopping")
 MOST_NAMED = 10  # prompts that a message lists
 LINE_BREAKS = ("\n", "\u010a")  # in entries of a vocabulary; the second is the one of byte-level BPE
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen: greedy search by default, beam search with `num_beams`, else sampling.
-
-    Names and meanings are those of `GenerationConfig`; `top_k` 0 and `top_p` 1.0 have no effect.
-    """
-
-    do_sample: bool = False
-    top_k: int = 50
-    top_p: float = 1.0
-    temperature: float = 1.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    num_return_sequences: int = 1
-
-    def options(self) -> dict[str, Any]:
-        """Fields of a GenerationConfig, without those that have no effect: `generate` warns about them."""
-        unused = (() if self.do_sample else SAMPLING_FIELDS) + (() if self.num_beams > 1 else BEAM_FIELDS)
-        return {name: value for name, value in asdict(self).items() if name not in unused}
-
-
-GREEDY = Sampling()
 
 
 def encode_prompts(
@@ -145,23 +114,53 @@ def continue_rows(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     stop_at_eol: bool = False,
-    independent: bool = False,
+    graph: bool = True,
+    sharded: bool = False,
 ) -> Iterator[list[int]]:
     """The new ids of each row, in order, without the one that ends it; `num_return_sequences` for each row.
 
+    Each row gets `max_new_tokens`, or as many as fit into the position table. Without sampling the result does not
+    depend on the batch size. Beam search, and a model whose weights are sharded, use transformers' `generate`.
+
     Args:
-        rows: ids of prompts that passed `check_rows`. All rows of a batch get as many new ids as fit behind the
-            longest one.
-        independent: give a row near the end of the position table a batch of its own, so that the others get
-            `max_new_tokens`. Without sampling the result then does not depend on the batch size.
+        rows: ids of prompts that passed `check_rows`.
+        batch_size: rows that are continued at the same time.
+        graph: replay steps as a CUDA graph, on a GPU.
+        sharded: the processes gather weights together, so each has to run the model equally often.
 
     Raises:
         GptlmError: if the logits are not finite.
     """
-    stops = stop_ids(model, tokenizer, stop_at_eol)
-    options = generate_options(model, tokenizer, sampling, stops)
-    positions = model.config.n_positions
-    for batch in _batches(rows, batch_size, positions - max_new_tokens if independent else positions):
+    stops, never = stop_ids(model, tokenizer, stop_at_eol), unknown_ids(model, tokenizer)
+    if sharded or sampling.num_beams > 1:
+        options = generate_options(tokenizer, sampling, stops, never)
+        yield from _continue_by_transformers(model, rows, options, stops, batch_size, max_new_tokens)
+        return
+    if not rows:
+        return
+    capacity = min(model.config.n_positions, max(map(len, rows)) + max_new_tokens)
+    copies = sampling.num_return_sequences
+    decoder = Decoder(model, slots=batch_size * copies, capacity=capacity, never=never, graph=graph)
+    repeated = [row for row in rows for _ in range(copies)]
+    done: dict[int, list[int]] = {}
+    following = 0
+    for row in decoder.decode(repeated, max_new_tokens, sampling, stops):
+        if row.ended:
+            done[row.number] = row.new
+        while following in done:
+            yield done.pop(following)
+            following += 1
+
+
+def _continue_by_transformers(
+    model: Any,
+    rows: Sequence[list[int]],
+    options: dict[str, Any],
+    stops: list[int],
+    batch_size: int,
+    max_new_tokens: int,
+) -> Iterator[list[int]]:
+    for batch in _batches(rows, batch_size, model.config.n_positions - max_new_tokens):
         ids, mask = _left_padded(batch)
         out = generate(model, ids, mask, options, max_new_tokens)
         for added in out[:, ids.shape[1] :].tolist():
@@ -193,7 +192,6 @@ def generate(
     mask: torch.Tensor,
     options: dict[str, Any],
     max_new_tokens: int,
-    streamer: BaseStreamer | None = None,
 ) -> torch.Tensor:
     """transformers' `generate` with `options` alone: the generation_config.json of the model is ignored.
 
@@ -221,7 +219,6 @@ def generate(
                 attention_mask=mask.to(network.device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([_FiniteLogits(network)]),
-                streamer=streamer,
             )
     finally:
         network.generation_config = stored
@@ -239,16 +236,20 @@ class _FiniteLogits(LogitsProcessor):
 
 
 def generate_options(
-    model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, stops: list[int]
+    tokenizer: PreTrainedTokenizerBase, sampling: Sampling, stops: list[int], never: list[int]
 ) -> dict[str, Any]:
-    """Fields of a GenerationConfig, the same for every batch. Padding rows of the embedding are never generated."""
+    """Fields of a GenerationConfig, the same for every batch."""
     options = sampling.options() | {
         "pad_token_id": tokenizer.eos_token_id or 0,
         "eos_token_id": stops or None,
         "use_cache": True,
     }
-    unknown = sorted(set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values()))
-    return options | ({"suppress_tokens": unknown} if unknown else {})
+    return options | ({"suppress_tokens": never} if never else {})
+
+
+def unknown_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Padding rows of the embedding, which are never generated."""
+    return sorted(set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values()))
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) -> list[int]:
@@ -277,14 +278,14 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text.rstrip("\ufffd")
 
 
-class Stream(BaseStreamer):
+class Stream:
     """Iterates over the continuation of one row in pieces of text; joined they equal `text_of` all of its ids.
 
-    A piece never ends inside a character. Closing the iterator ends the generation.
+    A piece never ends inside a character. On a GPU it has the text of a few tokens. Closing the iterator ends the
+    generation.
 
-    Not transformers' TextIteratorStreamer: it emits the text of the token that ends the continuation, holds symbols
-    back until the next space, and keeps an incomplete character at the end. It also has no way to stop the generation,
-    and its reader waits forever if `generate` raises.
+    Args:
+        decoder: from `stream_decoder`; streams of a model should share it.
 
     Attributes:
         ids: new ids so far, without the one that ended the text.
@@ -295,7 +296,7 @@ class Stream(BaseStreamer):
 
     def __init__(
         self,
-        model: Any,
+        decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
         row: list[int],
         *,
@@ -303,52 +304,23 @@ class Stream(BaseStreamer):
         sampling: Sampling = GREEDY,
         stop_at_eol: bool = False,
     ):
+        model = decoder.network
         check_rows([row], model.config.n_positions, model.config.vocab_size, 1, ["the prompt"])
         self.ids: list[int] = []
-        self._model, self._tokenizer, self._row, self._max_new_tokens = model, tokenizer, row, max_new_tokens
-        self._stops = stop_ids(model, tokenizer, stop_at_eol)
-        self._options = generate_options(model, tokenizer, sampling, self._stops)
-        self._queue: SimpleQueue[str | Exception | None] = SimpleQueue()
-        self._has_prompt, self._closed, self._length = False, False, 0
+        self._tokenizer = tokenizer
+        self._progress = decoder.decode([row], max_new_tokens, sampling, stop_ids(model, tokenizer, stop_at_eol))
 
     def __iter__(self) -> Iterator[str]:
-        thread = Thread(target=self._generate, daemon=True)  # daemon: Ctrl-C does not wait for it
-        thread.start()
-        try:
-            while (piece := self._queue.get()) is not None:
-                if isinstance(piece, Exception):
-                    raise piece
-                yield piece
-        finally:
-            self._closed = True
-            thread.join()
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with each new id."""
-        if self._closed:
-            raise _Closed
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        self.ids = before([*self.ids, *value.tolist()], self._stops)
-        text = text_of(self._tokenizer, self.ids)
-        if len(text) > self._length:
-            self._queue.put(text[self._length :])
-            self._length = len(text)
-
-    def end(self) -> None:
-        """Called by `generate` after the last id; `_generate` ends the queue."""
-
-    def _generate(self) -> None:
-        ids = torch.tensor([self._row])
-        try:
-            generate(self._model, ids, torch.ones_like(ids), self._options, self._max_new_tokens, streamer=self)
-            self._queue.put(None)
-        except _Closed:
-            pass
-        except Exception as error:
-            self._queue.put(error)
+        length = 0
+        for row in self._progress:
+            self.ids = list(row.new)
+            text = text_of(self._tokenizer, self.ids)
+            if len(text) > length:
+                yield text[length:]
+                length = len(text)
 
 
-class _Closed(Exception):
-    """The reader closed the stream."""
+def stream_decoder(model: Any, tokenizer: PreTrainedTokenizerBase, graph: bool = True) -> Decoder:
+    """A decoder for streams, whose rows have any length."""
+    never = unknown_ids(model, tokenizer)
+    return Decoder(model, slots=1, capacity=model.config.n_positions, never=never, graph=graph)

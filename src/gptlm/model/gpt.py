@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,16 @@ from gptlm.upstream.transformers import detach_from_model_config, transpose_on_d
 logger = logging.getLogger(__name__)
 
 
+class AttendingCache(Protocol):
+    """A cache that also knows which of its places a token attends to, and how."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Extend the past by `k` and `v`; the result of attention, all (batch, heads, length, head_dim)."""
+
+
+AnyCache = Cache | AttendingCache
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -54,7 +64,7 @@ class Attention(nn.Module):
         # Tensor parallelism: each rank draws the dropout of its own heads, all other dropout is the same on all ranks.
         self.core_context: Callable[[], AbstractContextManager] | None = None
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: AnyCache | None, documents: Documents | None) -> Tensor:
         """(batch, length, width) -> (batch, length, width).
 
         Args:
@@ -65,6 +75,8 @@ class Attention(nn.Module):
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (batch, length, width)
         # (batch, heads, length, head_dim), where heads are those of this rank under tensor parallelism.
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
+        if cache is not None and not isinstance(cache, Cache):
+            return self.resid_dropout(self.c_proj(cache.attend(q, k, v, self.layer).transpose(1, 2).flatten(2)))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         repeat = self.shapes_repeat and cache is None  # with a cache each step is another shape
@@ -133,12 +145,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = ""  # "full", "full_attn", "core_attn" or nothing
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: AnyCache | None, documents: Documents | None) -> Tensor:
         if self.recompute == "full" and self.training:
             return checkpoint(self._forward, x, mask, None, documents, use_reentrant=False)
         return self._forward(x, mask, cache, documents)
 
-    def _forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None, documents: Documents | None) -> Tensor:
+    def _forward(self, x: Tensor, mask: Tensor | None, cache: AnyCache | None, documents: Documents | None) -> Tensor:
         if self.recompute == "full_attn" and self.training:
             x = x + checkpoint(self.attn, self.ln_1(x), mask, None, documents, use_reentrant=False)
         else:
@@ -218,7 +230,7 @@ class GPTModel(GPTPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: AnyCache | None = None,
         use_cache: bool = False,
         documents: Documents | None = None,
     ) -> BaseModelOutputWithPast:
@@ -227,6 +239,7 @@ class GPTModel(GPTPreTrainedModel):
         Args:
             attention_mask: (batch, past + length), 1 on tokens and 0 on padding.
             position_ids: (batch, length).
+            cache: one that attends itself needs `position_ids`, and no mask.
             documents: limits attention to tokens of the same document; excludes `attention_mask` and `cache`.
         """
         assert documents is None or (attention_mask is None and cache is None and not use_cache)
@@ -235,10 +248,10 @@ class GPTModel(GPTPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
-            past = cache.get_seq_length() if cache is not None else 0
+            past = cache.get_seq_length() if isinstance(cache, Cache) else 0
             position_ids = torch.arange(past, past + given.shape[1], device=x.device)[None]
         mask = None  # plain causal attention, for which SDPA has its fastest kernels
-        if attention_mask is not None or cache is not None:  # (batch, 1, length, past + length)
+        if attention_mask is not None or isinstance(cache, Cache):  # (batch, 1, length, past + length)
             mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=x,
@@ -249,7 +262,8 @@ class GPTModel(GPTPreTrainedModel):
         x = self.drop(x + self.wpe(position_ids))
         for block in self.h:
             x = block(x, mask, cache, documents)
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=cache if use_cache else None)
+        returned: Any = cache if use_cache else None
+        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=returned)
 
 
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.args.inference import DEFAULT_PROMPTS, PredictArguments
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.generation import Sampling, Stream, check_rows, continue_rows, encode_prompts, text_of
+from gptlm.inference.generation import Stream, check_rows, continue_rows, encode_prompts, stream_decoder, text_of
 from gptlm.inference.loading import find_model, load_for_inference
+from gptlm.inference.sampling import Sampling
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_device, use_device
@@ -50,14 +51,16 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     built_in = prompts == list(DEFAULT_PROMPTS)  # PaddleNLP's two questions, whose answers end with the line
     settings = {
         "max_new_tokens": arguments.tgt_length,
-        "sampling": _sampling(arguments),
+        "sampling": sampling_of(arguments),
         "stop_at_eol": built_in if arguments.stop_at_eol is None else arguments.stop_at_eol,
     }
+    graph = uses_graph(arguments, model)
     with doing("generating"):
         # The first call is slow (kernels are chosen and loaded); it is not part of the measured speed.
-        next(continue_rows(model, tokenizer, [[rows[0][0]]], batch_size=1, max_new_tokens=1))
+        first = [rows[0][:1]] * min(arguments.batch_size, len(rows))
+        list(continue_rows(model, tokenizer, first, batch_size=arguments.batch_size, max_new_tokens=1, graph=graph))
         torch.manual_seed(arguments.seed)
-        texts = _timed(_printed(model, tokenizer, rows, arguments, settings))
+        texts = _timed(_printed(model, tokenizer, rows, arguments, settings, graph=graph))
     if output:
         _write(output, [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)], texts)
     return texts
@@ -83,7 +86,20 @@ def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokeniz
     return load_for_inference(folder, torch.device(device.type), dtype=device.dtype, lora_path=adapters)
 
 
-def _sampling(arguments: PredictArguments) -> Sampling:
+def uses_graph(arguments: PredictArguments, model: GPTLMHeadModel) -> bool:
+    """Whether each step is replayed as a CUDA graph, as --cuda_graphs asks; unset, wherever that is possible."""
+    obstacle = "there is no GPU" if model.device.type != "cuda" else None
+    if arguments.num_beams > 1:
+        obstacle = "transformers makes beam search"
+    if obstacle is None and arguments.cuda_graphs is not False:
+        logger.info("each step is replayed as a CUDA graph (--cuda_graphs 0 switches this off)")
+        return True
+    if obstacle is not None and arguments.cuda_graphs:
+        logger.warning("--cuda_graphs has no effect: %s", obstacle)
+    return False
+
+
+def sampling_of(arguments: PredictArguments) -> Sampling:
     return Sampling(
         do_sample=arguments.do_sample,
         top_k=arguments.top_k,
@@ -104,17 +120,20 @@ def _printed(
     rows: list[list[int]],
     arguments: PredictArguments,
     settings: dict[str, Any],
+    *,
+    graph: bool,
 ) -> Iterator[tuple[str, int]]:
     """Print each continuation and yield it with its number of tokens; on a terminal single ones are streamed."""
     single = arguments.batch_size == arguments.num_beams == arguments.num_return_sequences == 1
     if not (single and sys.stdout.isatty()):
-        for ids in continue_rows(model, tokenizer, rows, batch_size=arguments.batch_size, independent=True, **settings):
+        for ids in continue_rows(model, tokenizer, rows, batch_size=arguments.batch_size, graph=graph, **settings):
             text = text_of(tokenizer, ids)
             print(text, flush=True)
             yield text, len(ids)
         return
+    decoder = stream_decoder(model, tokenizer, graph)
     for row in rows:
-        stream, pieces = Stream(model, tokenizer, row, **settings), []
+        stream, pieces = Stream(decoder, tokenizer, row, **settings), []
         for piece in stream:
             print(piece, end="", flush=True)
             pieces.append(piece)

@@ -3,7 +3,9 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.inference import PredictArguments
 from gptlm.errors import GptlmError, named, reason_of
-from gptlm.inference.generation import Sampling, Stream, encode_prompts
-from gptlm.model.gpt import GPTLMHeadModel
-from gptlm.recipes.predict import load, log_to
+from gptlm.inference.decoding import Decoder
+from gptlm.inference.generation import Stream, encode_prompts, stream_decoder
+from gptlm.inference.sampling import Sampling
+from gptlm.recipes.predict import load, log_to, sampling_of, uses_graph
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,9 @@ def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
     gradio = _gradio()
     _check_free(arguments.host, arguments.port)
     model, tokenizer = load(arguments)
-    page = _page(gradio, _Writer(gradio, model, tokenizer, arguments), arguments)
+    decoder = stream_decoder(model, tokenizer, uses_graph(arguments, model))
+    _warm_up(decoder, tokenizer, arguments)
+    page = _page(gradio, _Writer(gradio, decoder, tokenizer, arguments), arguments)
     page.queue(default_concurrency_limit=1, api_open=False)
     _, url, _ = page.launch(
         server_name=arguments.host,
@@ -43,17 +48,25 @@ def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
     page.block_thread()
 
 
+def _warm_up(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, arguments: PredictArguments) -> None:
+    """Make two tokens, so that the first request does not wait for kernels to be compiled and captured."""
+    started, row = time.perf_counter(), [next(iter(tokenizer.get_vocab().values()))] * 2
+    sampling = replace(sampling_of(arguments), num_beams=1)
+    list(Stream(decoder, tokenizer, row, max_new_tokens=2, sampling=sampling))
+    logger.info("the first tokens took %.1f s", time.perf_counter() - started)
+
+
 class _Writer:
     """The event handler of the button "Continue"."""
 
     def __init__(
         self,
         gradio: ModuleType,
-        model: GPTLMHeadModel,
+        decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
         arguments: PredictArguments,
     ):
-        self.gradio, self.model, self.tokenizer, self.arguments = gradio, model, tokenizer, arguments
+        self.gradio, self.decoder, self.tokenizer, self.arguments = gradio, decoder, tokenizer, arguments
 
     def write(
         self,
@@ -81,7 +94,7 @@ class _Writer:
                 allow_special_tokens=self.arguments.allow_special_tokens,
             )
             settings: dict[str, Any] = {"max_new_tokens": int(new_tokens), "stop_at_eol": stop_at_eol}
-            for piece in Stream(self.model, self.tokenizer, row, sampling=sampling, **settings):
+            for piece in Stream(self.decoder, self.tokenizer, row, sampling=sampling, **settings):
                 text += piece
                 yield text
         except GptlmError as error:
@@ -90,7 +103,7 @@ class _Writer:
 
 
 def _page(gradio: ModuleType, writer: _Writer, arguments: PredictArguments) -> Any:
-    positions = writer.model.config.n_positions
+    positions = writer.decoder.network.config.n_positions
     with gradio.Blocks(title=f"gptlm: {arguments.model_name_or_path}", analytics_enabled=False) as page:
         gradio.Markdown(f"### {arguments.model_name_or_path}")
         with gradio.Row():

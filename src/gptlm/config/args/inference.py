@@ -109,6 +109,9 @@ class PredictArguments:
     device: str = arg("gpu", "gpu, gpu:N or cpu; falls back to cpu with a warning if there is no GPU", check=bad_device)
     bf16: bool = arg(False, "bfloat16 weights and computation")
     fp16: bool = arg(False, "float16 weights and computation; GPU only")
+    cuda_graphs: bool | None = arg(
+        None, "replay each step of the generation as a CUDA graph; unset: on a GPU, without beam search"
+    )
     serve: bool = arg(False, "open a local web page for prompts; needs gptlm[serve]")
     host: str = arg("127.0.0.1", "serve: address to listen on")
     port: int = arg(7860, "serve: port to listen on", ge=1, le=LARGEST_PORT)

@@ -152,6 +152,8 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
             rows,
             batch_size=run.training.per_device_eval_batch_size,
             max_new_tokens=min(longest, positions - max(map(len, prompts))) if sharded else longest,
+            graph=run.training.cuda_graphs is not False,
+            sharded=sharded,
         )
         return [text_of(tokenizer, ids) for ids in new]
 
