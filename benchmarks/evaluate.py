@@ -1,6 +1,6 @@
 """`gptlm evaluate` on short and long texts against a forward pass with loss on full windows, side by side.
 
-    python benchmarks/evaluate.py [--size 345M] [--batch 32] [--only NAME ...] [--tokenizer FOLDER] [--model FOLDER]
+    python benchmarks/evaluate.py [--size 345M] [--batch N] [--only NAME ...] [--tokenizer FOLDER] [--model FOLDER]
         [--tiny]
 
 - "lambada": 5,000 texts of 60 to 120 tokens, as in LAMBADA, whose last words are the targets
@@ -29,7 +29,7 @@ FORWARD = ("ours forward", "stock forward")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="345M", choices=SIZES)
-    parser.add_argument("--batch", type=int, default=32, help="texts or windows")
+    parser.add_argument("--batch", type=int, help="texts or windows; unset: evaluate's own choice")
     parser.add_argument("--only", nargs="*", default=[*OURS, *FORWARD], choices=[*OURS, *FORWARD])
     parser.add_argument("--more", default="", help="flags added to ours")
     parser.add_argument("--tokenizer", help="folder; unset: one made on the spot")
@@ -70,13 +70,14 @@ def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> 
     if row == "text":
         task = f"TEXT --eval_path {folder}/text.txt --overlapping_eval none"
     command = (
-        f"evaluate --model_name_or_path {model} --task {task} --batch_size {arguments.batch} "
-        f"{'--device cpu' if arguments.tiny else '--bf16'} {arguments.more}"
+        f"evaluate --model_name_or_path {model} --task {task} {'--device cpu' if arguments.tiny else '--bf16'} "
+        f"{f'--batch_size {arguments.batch}' if arguments.batch else ''} {arguments.more}"
     )
     found, _ = timed(folder, command.split())
     if not found:
         return None
-    skipped = max(1, len(found["tokens"]) // 10)
+    batches = len(found["tokens"])
+    skipped = min(max(1, batches // 10), batches - 1)
     return sum(found["tokens"][skipped:]) / sum(found["seconds"][skipped:]), found["memory"]
 
 

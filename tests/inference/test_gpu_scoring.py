@@ -1,6 +1,6 @@
 """On a CUDA device: evaluation compiled and in half precision gives the scores of the CPU."""
 
-import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from gptlm.commands.evaluate import parse_evaluate
 from gptlm.inference.scoring import Row, Windows, batches, score
 from gptlm.kernels.compiling import compile_model
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.evaluate import evaluate
 
 pytestmark = [
@@ -53,17 +54,15 @@ def test_scores_are_those_of_the_cpu(model, dtype, compiled):
 
 
 def test_a_command_gives_the_same_numbers_compiled(tiny_model, tmp_path):
-    """tiny_model has a vocabulary that is no multiple of 128."""
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and then the crow bit the cat " * 60)
-    words = ["--task", "TEXT", "--eval_path", tmp_path / "text.txt", "--model_name_or_path", tiny_model, "--json", "1"]
-    words += ["--max_seq_length", "32", "--overlapping_eval", "8"]
-    reports = {}
-    for name, more in {
-        "cpu": ["--device", "cpu"],
-        "eager": ["--torch_compile", "0"],
-        "compiled": ["--torch_compile", "1"],
-    }.items():
-        reports[name] = evaluate(*parse_evaluate([*map(str, words), *more]))
-    assert json.dumps(reports["cpu"]["num_scored"]) == json.dumps(reports["compiled"]["num_scored"])
+    """The vocabulary is no multiple of 128."""
+    text = "the cat sat on the mat and then the crow bit the cat " * 60
+    (tmp_path / "text.txt").write_text(text)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    train_tokenizer([text], 330).save_pretrained(tmp_path / "model")
+    words = ["--task", "TEXT", "--eval_path", tmp_path / "text.txt", "--model_name_or_path", tmp_path / "model"]
+    words += ["--max_seq_length", 32, "--overlapping_eval", 8]
+    cases = {"cpu": ("--device", "cpu"), "eager": ("--torch_compile", 0), "compiled": ("--torch_compile", 1)}
+    reports = {name: evaluate(*parse_evaluate([*map(str, (*words, *more))])) for name, more in cases.items()}
     for name in ("eager", "compiled"):
-        assert reports[name]["loss"] == pytest.approx(reports["cpu"]["loss"], abs=1e-3)
+        assert reports[name]["num_scored"] == reports["cpu"]["num_scored"] > 200
+        assert reports[name]["loss"] == pytest.approx(reports["cpu"]["loss"], abs=1e-4)

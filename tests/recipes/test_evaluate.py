@@ -133,6 +133,13 @@ def test_perplexity_is_brute_force(work, stock, length, step):
         assert (report["overlapping_eval"], report["max_seq_length"], report["detokenizer"]) == (step, length, "none")
 
 
+def test_compiled_evaluation_gives_the_same(work):
+    words = ("--task", "TEXT", "--eval_path", work / "prose.txt", "--max_seq_length", 16, "--overlapping_eval", 5)
+    plain, compiled = run(work, *words), run(work, *words, "--torch_compile", 1, "--batch_size", 7)
+    assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    assert (plain["batch_size"], compiled["batch_size"]) == (None, 7)
+
+
 def test_wikitext_counts_words_before_and_tokens_behind_the_detokenizer(work, stock):
     words = ("--eval_path", work / "prose.txt", "--max_seq_length", 32)
     report = run(work, "--task", "WIKITEXT103", *words)
