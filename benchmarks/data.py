@@ -1,8 +1,10 @@
 """The data path against a loop as in the originals, in one run on one machine.
 
     python benchmarks/data.py [--input TEXT.jsonl --vocab_file V --merge_file M] [--megabytes 24] [--short_documents N]
+    python benchmarks/data.py --sft ROWS [--input TEXT.jsonl --vocab_file V --merge_file M] [--workers N]
 
-Measured, in this order:
+With --sft: fine-tuning on so many rows of 40 to 320 and 10 to 90 words, the time and memory of the data alone, first
+with an empty cache, then with the encoded rows of the first start. Otherwise, in this order:
 
 - preprocessing with 1 and 2 workers, in MB/s and relative to a loop of `tokenizer.encode` per document in a pool of
   worker processes, as in Megatron-LM's preprocess_data.py
@@ -17,6 +19,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
+import resource
 import sys
 import sysconfig
 import tempfile
@@ -49,10 +53,15 @@ def main() -> None:
         "--megabytes", type=float, default=24, help="text of one measurement; repeated if there is less"
     )
     parser.add_argument("--short_documents", type=int, default=2_000_000)
+    parser.add_argument("--sft", type=int, metavar="ROWS")
+    parser.add_argument("--workers", type=int, help="encoder processes of --sft; unset: one per core")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, numpy {np.__version__}")
     with tempfile.TemporaryDirectory(prefix="gptlm-benchmark-") as name:
         folder = Path(name)
+        if arguments.sft:
+            measure_sft(folder, arguments)
+            return
         measure_preprocessing(folder, arguments)
         measure_index()
         measure_reading(folder)
@@ -65,11 +74,7 @@ def main() -> None:
 def measure_preprocessing(folder: Path, arguments: argparse.Namespace) -> None:
     from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer  # slow to import, and workers import this file
 
-    texts = (
-        [json.loads(line)["text"] for line in open(arguments.input, encoding="utf-8")]
-        if arguments.input
-        else [file.read_text(errors="replace") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    )
+    texts = _texts(arguments)
     if arguments.vocab_file:
         tokenizer = load_gpt2_files(arguments.vocab_file, arguments.merge_file)
     else:
@@ -134,6 +139,14 @@ def _load(tokenizer_file: str) -> None:
 
 def _encode_line(line: str) -> tuple[list[int], int]:
     return _encode_line.tokenizer.encode(json.loads(line)["text"]).ids, len(line)  # type: ignore[attr-defined]
+
+
+def _texts(arguments: argparse.Namespace) -> list[str]:
+    return (
+        [json.loads(line)["text"] for line in open(arguments.input, encoding="utf-8")]
+        if arguments.input
+        else [file.read_text(errors="replace") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    )
 
 
 # Order and reading ------------------------------------------------------------------------------------------------
@@ -202,6 +215,60 @@ def _short_documents(folder: Path, documents: int) -> None:
     writer.finish({})
     shown = ", ".join(f"{count / 1e6:.2f} M: {megabytes:.0f} MB" for count, megabytes in marks[1:])
     print(f"\n{documents:,} short documents, memory of the writing process after {shown}")
+
+
+# Fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+def measure_sft(folder: Path, arguments: argparse.Namespace) -> None:
+    from transformers import GPT2Config
+
+    from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer
+
+    texts = _texts(arguments)
+    tokenizer = (
+        load_gpt2_files(arguments.vocab_file, arguments.merge_file)
+        if arguments.vocab_file
+        else train_tokenizer(texts, 32_000)
+    )
+    tokenizer.save_pretrained(folder / "model")
+    GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2).save_pretrained(folder / "model")
+    words, choice = " ".join(texts).split(), random.Random(0)
+    with open(folder / "train.jsonl", "w") as file:
+        for _ in range(arguments.sft):
+            first, prompt, response = (choice.randrange(*span) for span in ((len(words) - 410,), (40, 320), (10, 90)))
+            pair = words[first : first + prompt], words[first + prompt : first + prompt + response]
+            file.write(json.dumps(dict(zip(("src", "tgt"), map(" ".join, pair), strict=True))) + "\n")
+    megabytes = (folder / "train.jsonl").stat().st_size / 1e6
+    print(f"\nfine-tuning on {arguments.sft:,} rows, {megabytes:.0f} MB, {len(tokenizer):,} entries:")
+    for start in ("first start", "next start"):
+        process = multiprocessing.get_context("spawn").Process(target=_load, args=(folder, start, arguments.workers))
+        process.start()
+        process.join()
+
+
+def _load(folder: Path, start: str, workers: int | None) -> None:
+    from transformers import Trainer  # noqa: F401 - what a run imports in any case
+
+    from gptlm.commands.sft import parse_sft
+    from gptlm.model.tokenizer import load_tokenizer
+    from gptlm.recipes.sft.data import load_data
+    from gptlm.recipes.sft.sources import find_sources
+
+    words = ["--model_name_or_path", folder / "model", "--dataset_name_or_path", folder / "train.jsonl", "--do_train"]
+    words += ["--output_dir", folder / "out", "--data_cache", folder / "cache", "--max_length", 1024]
+    words += ["--preprocessing_num_workers", workers] if workers else []
+    run = parse_sft([str(word) for word in words], {})
+    tokenizer = load_tokenizer(str(folder / "model"))
+    before = psutil.Process().memory_full_info()
+    started = time.monotonic()
+    data = load_data(run, find_sources(run), tokenizer)
+    seconds = time.monotonic() - started
+    after, peak = psutil.Process().memory_full_info(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    own, most = (after.uss - before.uss) / 2**20, (peak - before.rss) / 2**20
+    print(
+        f"{start}: {seconds:.2f} s, {own:.0f} MB, at most {most:.0f} MB with mapped files, {len(data.train):,} samples"
+    )
 
 
 if __name__ == "__main__":

@@ -206,11 +206,10 @@ SFT_RENAMED = {
     "train_dataset": "dataset_name_or_path",
     "validation_file": "eval_dataset_name_or_path",
     "use_peft": "lora",
+    "dataset_num_proc": "preprocessing_num_workers",
     "predict_with_generate": "eval_with_do_generation",
 }
 SFT_IGNORED = TRAINING_IGNORED | {
-    "preprocessing_num_workers": "examples are encoded in one process",
-    "dataset_num_proc": "examples are encoded in one process",
     "packing_strategy": "there is one packing strategy",
     "padding_free": "packing needs no padding, see --zero_padding",
     "shuffle_dataset": "examples are always shuffled in each epoch",

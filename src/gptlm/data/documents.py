@@ -6,15 +6,17 @@ are read whole by the shard that has their first byte.
 """
 
 import io
+import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import zstandard
 
+from gptlm.data.json_arrays import BrokenArrayError, array_parts
 from gptlm.data.text_files import (
     BOM,
     check_text,
@@ -29,6 +31,9 @@ from gptlm.data.text_files import (
     size_of,
 )
 from gptlm.errors import GptlmError, reason_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 BATCH_BYTES = 1 << 18
 BATCH_ROWS = 512  # of a table
@@ -45,10 +50,12 @@ class Batch:
         numbers: line number (or position in an array or table, from 1) of each document, counted from byte `skipped`;
             only the first where lines are not split yet.
         records: bytes of a JSON line, an object of a JSON array or table, or bytes of plain text. Instead of a list
-            it can be whole lines that are not split yet, as bytes or as a range of the file's bytes.
+            it can be whole lines (or items of an array) that are not split yet, as bytes or as a range of the file's
+            bytes.
         is_text: records are plain text.
         read: bytes of the file consumed since the previous batch, as they are on disk.
         skipped: bytes of the file before the first that `numbers` count.
+        is_array: records that are not split yet are items of a JSON array.
     """
 
     file: str
@@ -57,6 +64,7 @@ class Batch:
     is_text: bool
     read: int
     skipped: int = 0
+    is_array: bool = False
 
 
 def bytes_of_shard(files: Sequence[Path], shard: tuple[int, int] = (1, 1)) -> Span:
@@ -109,7 +117,7 @@ def _text_batches(file: Path, suffix: str, txt_split: str, span: Span) -> Iterat
         refuse_utf16(start, file)
         if start.startswith(BOM):
             stream.read(len(BOM))
-        is_array = suffix == ".json" and stream.peek(1 << 12).lstrip()[:1] == b"["
+        is_array = suffix != ".txt" and stream.peek(1 << 12).lstrip()[:1] == b"["
         by_line = stream is raw and not is_array and (suffix != ".txt" or txt_split == "line")
         if span[0] > 0:
             if not by_line:
@@ -120,8 +128,7 @@ def _text_batches(file: Path, suffix: str, txt_split: str, span: Span) -> Iterat
         # A BOM is part of the first line, which belongs to the shard of byte 0 even where a cut falls into the BOM.
         end = (max(span[1], raw.tell() + 1) if span[0] == 0 else span[1]) if by_line else None
         if is_array:
-            documents = enumerate(parse_array(decode(stream.read(), file), file), start=1)
-            yield from _batched(documents, str(file), False, raw, skipped)
+            yield from _array_batches(stream, file, raw)
         elif suffix == ".txt":
             yield from _batched(_plain_documents(_lines(stream, end), txt_split), str(file), True, raw, skipped)
         elif end is not None:
@@ -151,6 +158,30 @@ def _line_batches(stream: io.BufferedReader, file: str, raw: BinaryIO) -> Iterat
         piece += b"" if piece.endswith(b"\n") else stream.readline()
         yield Batch(file, [number], piece, False, raw.tell() - position)
         number, position = number + piece.count(b"\n"), raw.tell()
+
+
+def _array_batches(stream: io.BufferedReader, file: Path, raw: BinaryIO) -> Iterator[Batch]:
+    """The items of a JSON array, as ranges of the file's bytes where it is not compressed."""
+    skipped, position = (raw.tell(), 0) if stream is raw else (0, 0)
+    try:
+        for part in array_parts(stream, str(file), BATCH_BYTES):
+            start, numbers = skipped + part.start, range(part.number, part.number + part.items)
+            records = (start, start + len(part.content)) if stream is raw else part.content
+            done = start + len(part.content) if stream is raw else raw.tell()
+            yield Batch(str(file), numbers, records, False, done - position, is_array=True)
+            position = done
+    except BrokenArrayError as error:
+        raise _broken(file) from error
+
+
+def _broken(file: Path) -> GptlmError:
+    """What is wrong with a JSON array, with line and column, from the whole file."""
+    try:
+        with open(file, "rb") as raw:
+            parse_array(decode(decompressed(raw, file).read(), file), file)
+    except GptlmError as error:
+        return error
+    return GptlmError(f"{file}: broken JSON array")
 
 
 def _lines(stream: io.BufferedReader, end: int | None) -> Iterator[tuple[int, bytes]]:
@@ -227,15 +258,20 @@ def _dataset_batches(folder: Path, keys: Sequence[str] | None, span: Span) -> It
             return
         keys = _columns(folder, keys, table.column_names)
         first, last = (-(-edge * len(table) // size) for edge in span)  # row i lies at byte i x size / rows
-        for start in range(first, last, BATCH_ROWS):
-            columns = table.select_columns(list(keys))[start : min(start + BATCH_ROWS, last)]
-            records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-            numbers = range(start + 1, start + 1 + len(records))
-            yield Batch(str(folder), numbers, records, False, len(records) * size // max(1, len(table)))
+        yield from table_batches(table.select_columns(list(keys)), str(folder), range(first, last), size)
     except (ValueError, KeyError, pyarrow.ArrowException) as error:
         if isinstance(error, GptlmError):
             raise
         raise OSError(str(error)) from error
+
+
+def table_batches(table: "Dataset", name: str, rows: range, size: int) -> Iterator[Batch]:
+    """`rows` of a table of `datasets`, which takes `size` bytes in all; `name` is for messages."""
+    for start in range(rows.start, rows.stop, BATCH_ROWS):
+        columns = table[start : min(start + BATCH_ROWS, rows.stop)]
+        records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        numbers = range(start + 1, start + 1 + len(records))
+        yield Batch(name, numbers, records, False, len(records) * size // max(1, len(table)))
 
 
 def _columns(file: Path, keys: Sequence[str] | None, columns: Sequence[str]) -> Sequence[str]:
@@ -260,9 +296,9 @@ def texts_of(batch: Batch, keys: Sequence[str], skipped: list[str] | None = None
     for i, record in enumerate(batch.records):
         try:
             if batch.is_text:
-                texts.append((_decode_document(record),) * len(keys))
+                texts.append((decode_document(record),) * len(keys))
                 continue
-            value = parse_line(_decode_document(record)) if isinstance(record, bytes) else record
+            value = parse_line(decode_document(record)) if isinstance(record, bytes) else record
             texts.append(_select(value, keys))
         except GptlmError as error:
             kind = "line" if isinstance(record, bytes) else "record"
@@ -275,7 +311,9 @@ def texts_of(batch: Batch, keys: Sequence[str], skipped: list[str] | None = None
 
 
 def split_lines(batch: Batch) -> Batch:
-    """`batch` with its lines in a list. Done in the workers, so that one process can feed many of them.
+    """`batch` with its lines, or items of an array, in a list.
+
+    Done in the workers, so that one process can feed many of them.
 
     Raises:
         GptlmError: if the file became shorter or unreadable since it was listed.
@@ -293,6 +331,8 @@ def split_lines(batch: Batch) -> Batch:
             raise GptlmError(f"cannot read {batch.file}: {reason_of(error)}") from error
         if len(content) < size:
             raise GptlmError(_shorter(batch.file))
+    if batch.is_array:
+        return replace(batch, records=json.loads(b"[" + content + b"]"))
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=batch.numbers[0]) if line.strip()]
     return replace(batch, numbers=[number for number, _ in lines], records=[line for _, line in lines])
 
@@ -305,11 +345,12 @@ def read_texts(path: str, key: str = "text", txt_split: str = "blank_line") -> I
 
 
 def _shorter(file: str) -> str:
-    return f"{file} became shorter while it was read; preprocess it again when it is whole"
+    return f"{file} became shorter while it was read; start again when it is whole"
 
 
 @lru_cache(maxsize=1)
 def _lines_before(file: str, position: int) -> int:
+    """Line ends in the first `position` bytes of a file."""
     lines = 0
     with open(file, "rb") as stream:
         while position > 0 and (part := stream.read(min(position, 1 << 24))):
@@ -318,7 +359,8 @@ def _lines_before(file: str, position: int) -> int:
     return lines
 
 
-def _decode_document(record: bytes) -> str:
+def decode_document(record: bytes) -> str:
+    """Raises GptlmError if `record` is not UTF-8 text."""
     if b"\x00" in record:
         raise GptlmError("NUL bytes, so it is not UTF-8 text; convert it, for example `iconv -f UTF-16LE -t UTF-8`")
     try:

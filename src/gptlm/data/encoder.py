@@ -241,7 +241,11 @@ def pattern_of(tokens: Sequence[str]) -> re.Pattern[str]:
 def log_special_tokens(what: str, tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> None:
     """Warn if `texts` contain special tokens, which are encoded as text."""
     pattern = special_tokens(tokenizer)
-    found = [match.group() for text in texts if (match := pattern.search(text))]
+    log_found_tokens(what, [match.group() for text in texts if (match := pattern.search(text))])
+
+
+def log_found_tokens(what: str, found: Sequence[str]) -> None:
+    """The warning of `log_special_tokens`; `found` is the first special token in each text that has one."""
     if found:
         logger.warning(
             "%s: %d contain a special token (%s), which is encoded as text; --allow_special_tokens encodes it as one "

@@ -34,7 +34,7 @@ class Epochs(Dataset):
 
     Args:
         items: the samples of an epoch.
-        sizes: of each, for the counts.
+        sizes: of each, for the counts; an array has a row for each.
         filler: a sample without targets, which adds nothing to a loss that is a sum over targets.
         batch: samples of an optimizer step on all processes.
         steps: optimizer steps from `start` to the end of the run.
@@ -47,7 +47,7 @@ class Epochs(Dataset):
         self,
         items: Sequence[Any],
         *,
-        sizes: Sequence[Size],
+        sizes: Sequence[Size] | np.ndarray,
         filler: Any,
         batch: int,
         steps: int,
@@ -57,7 +57,7 @@ class Epochs(Dataset):
     ):
         self.items, self.filler, self.seed = items, filler, seed
         self.batch, self.steps, self.grouped, self.start = batch, steps, grouped, start
-        self._sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+        self._sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
         self.total = Size(*self._sizes.sum(0).tolist())
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
         self._counts = np.empty((0, 2), dtype=np.int64)

@@ -3,11 +3,14 @@
 import json
 import logging
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import zstandard
 
 from gptlm.data.conversations import (
     ROLES,
@@ -19,9 +22,18 @@ from gptlm.data.conversations import (
     has_targets,
     parse_conversation,
 )
-from gptlm.data.documents import read_batches
-from gptlm.data.text_files import check_record, format_of, is_dataset, parse_line, read_text
-from gptlm.errors import GptlmError
+from gptlm.data.documents import BATCH_ROWS, Batch, decode_document, read_batches, split_lines
+from gptlm.data.text_files import (
+    BOM,
+    COMPRESSED,
+    check_record,
+    decompressed,
+    format_of,
+    is_dataset,
+    parse_line,
+    size_of,
+)
+from gptlm.errors import GptlmError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +42,7 @@ SUFFIXES = (".json", ".jsonl", ".parquet")
 KNOWN = "src/tgt, source/target, instruction/output, prompt/response, messages, conversations, question/context/answers"
 PAIRS = (("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion"))
 ASSISTANTS = tuple(name for name, role in ROLES.items() if role == "assistant")
-ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Renderer(Protocol):
@@ -58,10 +70,26 @@ class Examples:
 
 
 def find_files(path: Path, split: str) -> list[Path]:
-    """The files (or saved datasets) of "train" or "dev" in the folder `path`, best first; empty if there is none."""
-    names = [f"{stem}{suffix}" for stem in SPLITS[split] for suffix in SUFFIXES]
-    found = [path / name for name in names if (path / name).is_file()]
-    return found + [path / stem for stem in SPLITS[split] if is_dataset(path / stem)]
+    """What holds "train" or "dev" in the folder `path`, best first; empty if there is nothing.
+
+    Each is a file, a glob of files as the HuggingFace hub names them (train-00000-of-00002.parquet), a saved dataset,
+    or a folder of files.
+    """
+    found: list[Path] = []
+    for stem in SPLITS[split]:
+        names = [f"{stem}{suffix}{packed}" for suffix in SUFFIXES for packed in ("", *COMPRESSED)]
+        found += [path / name for name in names if (path / name).is_file()]
+    for stem in SPLITS[split]:
+        globs = [f"{stem}-*-of-*{suffix}" for suffix in SUFFIXES]
+        found += [path / name for name in globs if any(path.glob(name))]
+    folders = [path / stem for stem in SPLITS[split] if (path / stem).is_dir()]
+    return found + [folder for folder in folders if is_dataset(folder) or files_in(folder)]
+
+
+def files_in(folder: Path) -> tuple[Path, ...]:
+    """The files with records in a folder, sorted by name."""
+    found = (file for file in folder.rglob("*") if not is_dataset(file.parent))
+    return tuple(sorted(file for file in found if format_of(file) not in (None, ".txt")))
 
 
 def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, questions: bool = False) -> Examples:
@@ -216,46 +244,96 @@ def _question(question: Any, context: Any, answers: Any, place: str) -> Example:
 # Files ------------------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of a .jsonl or .json file (an array, one object, or lines), a .parquet file, or a saved dataset.
+def record_batches(files: Sequence[Path]) -> Iterator[Batch]:
+    """The records of .jsonl and .json files (an array, one object, or lines; also .gz, .zst), .parquet, saved datasets.
 
     Raises:
         GptlmError: with the place of what cannot be read.
     """
-    if format_of(path) in (".parquet", "dataset"):
-        for batch in read_batches([path], keys=None):
-            yield from ((f"{path}, record {number}", row) for number, row in zip(batch.numbers, batch.records))
+    for file in files:
+        kind = format_of(file)
+        if kind == ".txt":
+            raise GptlmError(f"{file}: plain text has no prompts and responses; give .json, .jsonl or .parquet")
+        whole = None if kind in (".parquet", "dataset") else _one_object(file)
+        if whole is None:
+            yield from _numbered(read_batches([file], keys=None))
+            continue
+        rows = [] if ".jsonl" in file.suffixes else _table_rows(whole)
+        if not rows:
+            yield Batch(str(file), [], [whole], False, size_of(file))
+            continue
+        logger.info("%s is a table by columns (%s): %d examples", file, ", ".join(whole), len(rows))
+        for first in range(0, len(rows), BATCH_ROWS):
+            part = rows[first : first + BATCH_ROWS]
+            share = size_of(file) * len(part) // len(rows)
+            yield Batch(str(file), range(first + 1, first + 1 + len(part)), part, False, share)
+
+
+def _numbered(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches of one file; ranges of lines know the number of their first line, for messages."""
+    number = 1
+    for batch in batches:
+        if isinstance(batch.records, tuple) and not batch.is_array:
+            start, stop = batch.records
+            batch = replace(batch, numbers=[number], skipped=0)
+            with open(batch.file, "rb") as file:
+                file.seek(start)
+                number += file.read(stop - start).count(b"\n")
+        yield batch
+
+
+def records_of(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each record of `batch`.
+
+    Raises:
+        GptlmError: with the place of what is not valid JSON or not valid Unicode.
+    """
+    is_lines = not isinstance(batch.records, list) and not batch.is_array
+    batch = split_lines(batch)
+    if not batch.numbers:  # one object
+        yield from ((batch.file, check_record(record, batch.file)) for record in batch.records)
         return
-    text = read_text(path)
-    whole = _as_json(text)
-    records: Iterable[tuple[str, Any]]
-    if isinstance(whole, list):
-        records = ((f"{path}, record {number}", record) for number, record in enumerate(whole, start=1))
-    elif isinstance(whole, dict) and path.suffix != ".jsonl" and (rows := _table_rows(whole)):
-        logger.info("%s is a table by columns (%s): %d examples", path, ", ".join(whole), len(rows))
-        records = ((f"{path}, record {number}", row) for number, row in enumerate(rows, start=1))
-    elif whole is not None:
-        records = [(f"{path}, line 1" if path.suffix == ".jsonl" else str(path), whole)]
-    else:
-        records = _json_lines(text, path)
-    check = ESCAPED_SURROGATE.search(text) is not None  # nothing else in valid UTF-8 can be invalid Unicode
-    yield from ((place, check_record(record, place) if check else record) for place, record in records)
-
-
-def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{path}, line {number}"
+    for number, record in zip(batch.numbers, batch.records, strict=True):
+        place = f"{batch.file}, {'line' if is_lines else 'record'} {number}"
+        if isinstance(record, bytes):
             try:
-                yield place, parse_line(line)
+                value = parse_line(decode_document(record))
             except GptlmError as error:
                 raise GptlmError(f"{place}: {error}") from error
+            # nothing else in valid UTF-8 can be invalid Unicode
+            yield place, check_record(value, place) if ESCAPED_SURROGATE.search(record) else value
+        else:
+            yield place, check_record(record, place)
 
 
-def _as_json(text: str) -> Any:
-    """The file as one JSON value; None where it is lines."""
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, record) of all records of a file or saved dataset, see `record_batches`."""
+    for batch in record_batches([path]):
+        yield from records_of(batch)
+
+
+def _one_object(file: Path) -> dict[str, Any] | None:
+    """The object that is all of a file, such as SQuAD's; None where the file is lines, an array or damaged."""
     try:
-        return json.loads(text)
+        with open(file, "rb") as raw:
+            stream = decompressed(raw, file)
+            first = next((line for line in stream if line.strip()), b"")
+            if first.removeprefix(BOM).lstrip()[:1] != b"{":
+                return None
+            is_line = isinstance(_as_json(first), dict)
+            if is_line and (".jsonl" in file.suffixes or any(line.strip() for line in stream)):
+                return None
+            whole = _as_json(first if is_line else first + stream.read())
+    except FileNotFoundError as error:
+        raise GptlmError(f"cannot read {file}: {reason_of(error)}") from error
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):
+        return None  # the reader of lines says what is wrong
+    return whole if isinstance(whole, dict) else None
+
+
+def _as_json(content: bytes) -> Any:
+    try:
+        return json.loads(content.removeprefix(BOM).decode("utf-8"))
     except (ValueError, RecursionError):
         return None
 

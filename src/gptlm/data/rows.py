@@ -6,7 +6,9 @@ padding id is.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +37,24 @@ class Encoded:
     """Ids, and the span of characters of each."""
 
     ids: list[int]
-    spans: list[Span]
+    spans: Sequence[Span]
+
+
+class _Spans(Sequence[Span]):
+    """The spans of `(place, encoding)` pieces, made when they are read: most texts are not truncated."""
+
+    def __init__(self, pieces: list[tuple[int, Any]]):
+        self.pieces = pieces
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return [(place + start, place + stop) for place, piece in self.pieces for start, stop in piece.offsets]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, places: Any) -> Any:
+        return self.spans[places]
 
 
 Encode = Callable[[Sequence[Text]], list[Encoded]]
@@ -129,12 +148,16 @@ class Encoder:
         if isinstance(example, Chat):
             parts, rest = self._chat_parts(example, next(encoded))
             return self._joined(parts, rest, self.eos_id if example.end_id is None else example.end_id)
-        parts = [self._turn_part(turn, next(encoded), next(encoded)) for turn in example]
-        return self._joined(parts, [], self.eos_id)
+        texts = [(turn, next(encoded), next(encoded)) for turn in example]
+        longest = max((len(response.ids) + 1 for _, _, response in texts), default=0)
+        total = sum(len(prompt.ids) + len(response.ids) + 2 for _, prompt, response in texts)
+        fits = longest <= self.lengths.target and total <= min(self.lengths.source, self.lengths.total)
+        return self._joined([self._turn_part(*text, fits=fits) for text in texts], [], self.eos_id)
 
-    def _turn_part(self, turn: Turn, prompt: Encoded, response: Encoded) -> _Part:
+    def _turn_part(self, turn: Turn, prompt: Encoded, response: Encoded, *, fits: bool) -> _Part:
+        """`fits`: nothing is truncated, so that it need not be known what could be."""
         texts = (Content(0, len(turn.prompt), "user"),) if turn.texts is None else turn.texts
-        truncatable = _truncatable(prompt.spans, texts, self.side)
+        truncatable = [] if fits else _truncatable(prompt.spans, texts, self.side)
         ids = response.ids[:-1] if response.ids[-1:] == [self.eos_id] else response.ids
         # the first token of a response needs one before it that predicts it
         return _Part(prompt.ids or [self.eos_id], truncatable, [], ids, [self.eos_id], turn.response, turn.in_loss)
@@ -179,8 +202,11 @@ class Encoder:
             truncated_responses += not is_whole
             pending = [] if is_whole else part.end
             context = set(part.context)
-            mask += [self.train_on_prompt and place not in context for place in kept] + [True] * len(response)
-            ids += [part.prompt[place] for place in kept] + response
+            trained = self.train_on_prompt
+            mask += [place not in context for place in kept] if trained else [False] * len(kept)
+            mask += [True] * len(response)
+            ids += part.prompt if len(kept) == len(part.prompt) else [part.prompt[place] for place in kept]
+            ids += response
         tail = [*after.prompt, *rest]
         if responses and not skipped and not pending and len(ids) + len(tail) <= self.lengths.total:
             ids += tail
@@ -189,7 +215,7 @@ class Encoder:
         truncated = (truncated_prompts, truncated_responses)
         return Row(*_arrays(ids, mask), prompt_length, skipped, text, *truncated, tuple(responses[:-1]), end_id)
 
-    def _truncate(self, part: _Part) -> tuple[list[int], list[int]]:
+    def _truncate(self, part: _Part) -> tuple[Sequence[int], list[int]]:
         """Places of the prompt that are kept, and the response; a truncated response has no end."""
         fixed = max(len(part.prompt) - len(part.truncatable), 1)
         whole = [*part.response, *part.end]
@@ -198,7 +224,9 @@ class Encoder:
         budget = self.lengths.prompt_budget(len(response))
         if len(part.prompt) > budget < fixed:
             return [], []
-        removed = set(part.truncatable[: max(len(part.prompt) - budget, 0)])
+        if len(part.prompt) <= budget:
+            return range(len(part.prompt)), response
+        removed = set(part.truncatable[: len(part.prompt) - budget])
         return [place for place in range(len(part.prompt)) if place not in removed], response
 
 
@@ -325,6 +353,7 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
         allow_special_tokens: a special token in a literal span becomes its id, too.
     """
     pattern = special_tokens(tokenizer)
+    backend = tokenizer.backend_tokenizer
 
     def pieces(text: Text) -> Iterator[tuple[int, str, bool]]:
         """(place, piece, is_literal): special tokens in literal spans are cut out."""
@@ -342,18 +371,17 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
     def encode(texts: Sequence[Text]) -> list[Encoded]:
         cut = [list(pieces(text)) for text in texts]
         found: dict[bool, Iterator] = {}
+        backend.no_truncation()
+        backend.no_padding()
         for literal in (False, True):
             batch = [piece for parts in cut for _, piece, is_literal in parts if is_literal == literal]
-            done = tokenizer(batch, add_special_tokens=False, split_special_tokens=literal) if batch else None
-            found[literal] = iter(done.encodings or () if done else ())
+            backend.encode_special_tokens = literal
+            found[literal] = iter(backend.encode_batch(batch, add_special_tokens=False) if batch else ())
         results = []
         for parts in cut:
-            whole = Encoded([], [])
-            for place, _, literal in parts:
-                encoding = next(found[literal])
-                whole.ids.extend(encoding.ids)
-                whole.spans.extend((place + start, place + stop) for start, stop in encoding.offsets)
-            results.append(whole)
+            encoded = [(place, next(found[literal])) for place, _, literal in parts]
+            ids = encoded[0][1].ids if len(encoded) == 1 else [id for _, piece in encoded for id in piece.ids]
+            results.append(Encoded(ids, _Spans(encoded)))
         return results
 
     return encode

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -14,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
 from queue import SimpleQueue
 from threading import current_thread, main_thread
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from gptlm.errors import GptlmError
@@ -26,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Workers(Generic[Item, Result]):
-    """Up to `count` processes with a pipe each; `function` must be picklable.
+    """Up to `count` processes with a pipe each; `function` must be picklable and lie in an importable module.
 
     With `on_report`, `function(item, report)` can call `report(value)`, and `on_report` gets the value in the process
     and thread that waits for the results.
@@ -84,7 +86,7 @@ class Workers(Generic[Item, Result]):
             target=_serve, args=(theirs, self._function, self._on_report is not None), daemon=True
         )
         ensure_running()  # otherwise process.start() starts it, which unblocks Ctrl-C
-        with _interrupts_deferred():
+        with _interrupts_deferred(), _main_hidden():
             process.start()
         self._processes.append(process)
         theirs.close()  # so that the pipe closes with the worker
@@ -135,6 +137,17 @@ def _serve(connection: Connection, function: Callable, reports: bool) -> None:
 
 def _reporting(function: Callable, connection: Connection, item: Any) -> Any:
     return function(item, lambda value: connection.send(("report", value)))
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Processes started in the block do not import the program: it may be slow, or start a run when it is imported."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextmanager

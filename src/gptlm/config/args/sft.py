@@ -15,10 +15,16 @@ class SftArguments:
     """Data and samples"""
 
     dataset_name_or_path: str | None = arg(
-        None, "file (.json, .jsonl, .parquet), folder with train and dev files, or dataset name; unset: task_name"
+        None,
+        "file or quoted glob (.json, .jsonl, also .gz or .zst; .parquet), saved dataset, folder with train and dev "
+        "files, or dataset name; unset: task_name",
     )
     eval_dataset_name_or_path: str | None = arg(
         None, "evaluation data; unset: the dev split, else a part of the train split"
+    )
+    preprocessing_num_workers: int | None = arg(None, "encoder processes; unset: one per core", ge=1)
+    data_cache: str | None = arg(
+        None, "folder for encoded examples; unset: that of the datasets library (HF_DATASETS_CACHE), else output_dir"
     )
     task_name: str = arg("squad", "dataset of the HuggingFace hub, if dataset_name_or_path is not given")
     src_length: int = arg(

@@ -1,12 +1,12 @@
 """The data of a fine-tuning run: examples, their rows, and what evaluations read and continue."""
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -14,14 +14,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from gptlm.config.origin import Origin
 from gptlm.config.run import SftRun
 from gptlm.data.collate import NO_TARGETS, PackCollator, RowCollator
-from gptlm.data.conversations import Example, first_text, written_texts
-from gptlm.data.encoder import log_special_tokens
+from gptlm.data.encoder import log_found_tokens
 from gptlm.data.epochs import Filled
 from gptlm.data.packing import fill, pack
-from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, Row, Text, text_encoder, with_targets
+from gptlm.data.row_building import RowSettings
+from gptlm.data.rows import Lengths, Row, Text, text_encoder
+from gptlm.data.stored_rows import NO_END, NO_ROWS, Samples, StoredRows
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
-from gptlm.recipes.sft.sources import Sources, read
+from gptlm.recipes.sft.rows import read_rows
+from gptlm.recipes.sft.sources import Sources
 from gptlm.training.metrics.responses import Continuation
 
 logger = logging.getLogger(__name__)
@@ -41,61 +43,87 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class SftData:
-    """Samples for training and evaluation (one or more rows each), and prompts that evaluations continue."""
+class Part:
+    """Examples for training or evaluation.
 
-    train: list[list[Row]]
-    dev: list[list[Row]]
+    Attributes:
+        name: "train" or "dev".
+        rows: of all examples of the source.
+        source: where they were read from.
+        examples: which of them are in this part, counted from 0 over records with a response.
+    """
+
+    name: str
+    rows: StoredRows
+    source: str = ""
+    examples: range = range(0)
+
+
+@dataclass(frozen=True)
+class SftData:
+    """Samples for training and evaluation (one or more rows each), and prompts that evaluations continue.
+
+    Attributes:
+        digest: of the rows and their order in `train`.
+    """
+
+    train: Samples
+    dev: Samples
     prompts: list[Prompt]
+    digest: str
 
     @property
     def end_ids(self) -> int | list[int] | None:
         """The id that ends responses, for `generation_config.eos_token_id`: a list if there are several."""
-        ids = sorted({row.end_id for sample in self.train + self.dev for row in sample if row.end_id is not None})
+        found = {int(end) for part in (self.train, self.dev) for end in np.unique(part.used(part.rows.end_ids))}
+        ids = sorted(found - {NO_END})
         return ids[0] if len(ids) == 1 else ids or None
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """(samples, 2): training examples and tokens of each sample, see `Epochs`."""
+        return np.stack((self.train.counts(), self.train.sums(self.train.rows.lengths - 1)), axis=1)
 
     @property
     def tokens_per_sample(self) -> int:
         """Mean length of a training sample in tokens."""
-        total = sum(len(row.ids) - 1 for sample in self.train for row in sample)
-        return max(1, round(total / max(len(self.train), 1)))
+        return max(1, round(int(self.sizes[:, 1].sum()) / max(len(self.train), 1)))
 
 
 @doing("reading the examples")
 def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> SftData:
-    """Everything in `sources` (see `find_sources`) read and encoded.
+    """Everything in `sources` (see `find_sources`) encoded, or loaded as an earlier run has encoded it.
 
     Raises:
         GptlmError: if files cannot be read, or no example has a target.
     """
-    train, dev = _examples(run, sources, tokenizer)
-    if not run.data.allow_special_tokens and not run.data.paddle_compat:
-        for part in (train, dev):
-            texts = ("\0".join(written_texts(example)) for example in part.examples)
-            log_special_tokens(f"{part.name} examples of {part.source}", tokenizer, texts)
-    encoder = _encoder(run, tokenizer)
-    train_rows, dev_rows = (_rows(encoder, part, run.shape.vocab_size, tokenizer) for part in (train, dev))
-    for row in (train_rows or dev_rows)[:1]:
-        logger.info("the first example, prompt: %r", tokenizer.decode(row.ids[: row.prompt_length].tolist()))
-        logger.info("the first example, response: %r", tokenizer.decode(row.ids[row.prompt_length :].tolist()))
-    prompts = [prompt for row in dev_rows for prompt in _prompts(row)]
-    limit = run.data.generate_num if run.data.generate_num >= 0 else len(prompts)
+    train, dev = _parts(run, sources, tokenizer)
+    train_rows, dev_rows = (_with_targets(part) for part in (train, dev))
+    for part, rows in ((train, train_rows), (dev, dev_rows)):
+        if len(rows):
+            row = part.rows[int(rows[0])]
+            logger.info("the first example, prompt: %r", tokenizer.decode(row.ids[: row.prompt_length].tolist()))
+            logger.info("the first example, response: %r", tokenizer.decode(row.ids[row.prompt_length :].tolist()))
+            break
+    limit = run.data.generate_num if run.data.generate_num >= 0 else None
+    prompts = list(islice((prompt for number in dev_rows for prompt in _prompts(dev.rows[int(number)])), limit))
+    samples = _samples(run, train, train_rows)
+    return SftData(samples, _samples(run, dev, dev_rows), prompts, samples.digest())
+
+
+def _samples(run: SftRun, part: Part, rows: np.ndarray) -> Samples:
+    """One row each, or packed to several rows of `max_length` tokens at most."""
     if not run.data.zero_padding:
-        return SftData([[row] for row in train_rows], [[row] for row in dev_rows], prompts[:limit])
+        return Samples(part.rows, rows)
     length = run.data.max_length or 0
-    return SftData(_packed(train_rows, length), _packed(dev_rows, length), prompts[:limit])
-
-
-def _packed(rows: list[Row], length: int) -> list[list[Row]]:
-    """Samples of several rows, `length` tokens at most."""
-    sizes = [len(row.ids) - 1 for row in rows]  # the last id is only a target
+    sizes = part.rows.lengths[rows] - 1  # the last id is only a target
     packs = pack(sizes, length)
-    if rows:
+    if len(rows):
         logger.info(
             "%d examples are packed into %d samples of %d tokens, %.1f %% full",
             len(rows), len(packs), length, fill(sizes, len(packs), length),
         )  # fmt: skip
-    return [[rows[number] for number in one] for one in packs]
+    return Samples(part.rows, rows, packs)
 
 
 def _prompts(row: Row) -> list[Prompt]:
@@ -107,15 +135,8 @@ def _prompts(row: Row) -> list[Prompt]:
 
 def order_manifest(run: SftRun, data: SftData) -> dict[str, Any]:
     """What determines the sample order."""
-    digest = hashlib.sha256()
-    for sample in data.train:
-        if len(sample) > 1:  # packed: where a sample starts is part of the order
-            digest.update(len(sample).to_bytes(8, "little"))
-        for row in sample:
-            digest.update(row.ids.tobytes())
-            digest.update(row.loss_mask.tobytes())
     grouped = {"grouped_batch": run.batch.total} if run.data.group_by_length and not run.data.zero_padding else {}
-    return {"data": digest.hexdigest()[:16], "samples": len(data.train), "seed": run.training.seed} | grouped
+    return {"data": data.digest, "samples": len(data.train), "seed": run.training.seed} | grouped
 
 
 def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase, device: str) -> RowCollator | PackCollator:
@@ -131,7 +152,7 @@ def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase, device: str) -> Ro
 def evaluation_samples(run: SftRun, data: SftData) -> Dataset | None:
     """The evaluation samples, padded to whole batches on every process."""
     multiple = run.training.per_device_eval_batch_size * run.dims.data
-    return Filled(data.dev, NO_TARGETS, multiple, sum(map(len, data.dev))) if data.dev else None
+    return Filled(data.dev, NO_TARGETS, multiple, data.dev.examples) if data.dev else None
 
 
 def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
@@ -183,136 +204,100 @@ def _paddle_clean(text: str) -> str:
 # Examples ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
-    """Examples for training or evaluation.
-
-    Attributes:
-        name: "train" or "dev".
-        source: where they were read from.
-        first: number of the first of them in `source`, counted from 1 over records with a response.
-    """
-
-    name: str
-    examples: list[Example]
-    source: Path | str = ""
-    first: int = 1
-
-
-def _examples(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> tuple[Part, Part]:
+def _parts(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> tuple[Part, Part]:
     """Examples for training and for evaluation, only those that the run needs."""
     training = run.training
-    dev = _for_evaluation(run, sources, tokenizer) if training.do_eval else Part("dev", [])
-    if not training.do_train and (dev.examples or not training.do_eval):
-        return Part("train", []), dev
+    settings = _row_settings(run, tokenizer)
+    dev = _for_evaluation(run, sources, settings) if training.do_eval else Part("dev", NO_ROWS)
+    if not training.do_train and (len(dev.examples) or not training.do_eval):
+        return Part("train", NO_ROWS), dev
     source = sources["train"]
-    train = read(source, tokenizer, questions=_asks_questions(run))
-    if not train:
+    rows = read_rows(run, source, settings)
+    count = len(rows)
+    if not count:
         use = "train" if training.do_train else "evaluate"
         raise GptlmError(f"there are no examples to {use} on in {source}")
     if not training.do_train:
-        logger.info("no file for evaluation: all %d examples of %s are evaluated", len(train), source)
-        return Part("train", []), Part("dev", train, source)
-    if not training.do_eval or dev.examples:
-        return Part("train", train, source), dev
-    count = min(max(1, len(train) // EVALUATION_SHARE), MAX_HELD_OUT)
-    if len(train) <= count:
-        raise GptlmError(
-            f"there are {len(train)} examples in {source}; one for training and one for evaluation are needed"
-        )
-    logger.info("there are no examples for evaluation: the last %d of %d are held out for it", count, len(train))
-    kept = len(train) - count
-    return Part("train", train[:kept], source), Part("dev", train[kept:], source, 1 + kept)
+        logger.info("no file for evaluation: all %d examples of %s are evaluated", count, source)
+        return Part("train", NO_ROWS), Part("dev", rows, str(source), range(count))
+    if not training.do_eval or len(dev.examples):
+        return Part("train", rows, str(source), range(count)), dev
+    held = min(max(1, count // EVALUATION_SHARE), MAX_HELD_OUT)
+    if count <= held:
+        raise GptlmError(f"there are {count} examples in {source}; one for training and one for evaluation are needed")
+    logger.info("there are no examples for evaluation: the last %d of %d are held out for it", held, count)
+    kept = count - held
+    return Part("train", rows, str(source), range(kept)), Part("dev", rows, str(source), range(kept, count))
 
 
-def _for_evaluation(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) -> Part:
+def _for_evaluation(run: SftRun, sources: Sources, settings: RowSettings) -> Part:
     """Examples of the file for evaluation; none if there is no such file, or if training can hold some out.
 
     Raises:
         GptlmError: if a file that was named, or without which nothing can be evaluated, has none.
     """
     if "dev" not in sources:
-        return Part("dev", [])
+        return Part("dev", NO_ROWS)
     source = sources["dev"]
-    part = Part("dev", read(source, tokenizer, questions=_asks_questions(run)), source)
+    rows = read_rows(run, source, settings)
     named = run.data.eval_dataset_name_or_path
-    if not part.examples and (named or not run.training.do_train):
+    if not len(rows) and (named or not run.training.do_train):
         more = "; give another file, or leave --eval_dataset_name_or_path out" if named else ""
         raise GptlmError(f"there are no examples to evaluate on in {source}{more}")
-    if not part.examples:
+    if not len(rows):
         logger.warning("%s has no example with a response: training examples are held out instead", source)
-    return part
+    return Part("dev", rows, str(source), range(len(rows)))
 
 
-def _asks_questions(run: SftRun) -> bool:
-    """Whether the command names a task, so that records with source, target and title are its own form."""
-    return run.sources["task_name"].origin is not Origin.DEFAULT
-
-
-# Rows -------------------------------------------------------------------------------------------------------------
-
-
-def _encoder(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> Encoder | PaddleEncoder:
+def _row_settings(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowSettings:
     data = run.data
-    eos_id, lengths = int(tokenizer.eos_token_id), Lengths(data.src_length, data.tgt_length, data.max_length or 0)
-    if not data.paddle_compat:
-        encode = text_encoder(tokenizer, data.allow_special_tokens)
-        return Encoder(encode, eos_id, lengths, data.train_on_prompt, data.truncation_side)
+    return RowSettings(
+        tokenizer,
+        Lengths(data.src_length, data.tgt_length, data.max_length or 0),
+        run.shape.vocab_size,
+        train_on_prompt=data.train_on_prompt,
+        truncation_side=data.truncation_side,
+        allow_special_tokens=data.allow_special_tokens,
+        paddle_compat=data.paddle_compat,
+        # a task that the command names: records with source, target and title are its own form
+        questions=run.sources["task_name"].origin is not Origin.DEFAULT,
+    )
 
-    def encode_plain(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []  # type: ignore[return-value]
 
-    return PaddleEncoder(encode_plain, eos_id, lengths, data.train_on_prompt, str(tokenizer.eos_token))
-
-
-def _rows(
-    encoder: Encoder | PaddleEncoder, part: Part, vocab_size: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Row]:
-    """Rows with targets; what is skipped or truncated is logged.
+def _with_targets(part: Part) -> np.ndarray:
+    """The examples that have targets; what is skipped or truncated is logged.
 
     Raises:
-        GptlmError: if an id is outside of the model's vocabulary, or no row has a target.
+        GptlmError: if there are examples, and none has a target.
     """
-    rows, name = encoder.rows(part.examples), part.name
-    kept = with_targets(rows)
-    if len(kept) < len(rows):
-        numbers = [str(number) for number, row in enumerate(rows, start=part.first) if not row.loss_mask.any()]
+    rows, name, examples = part.rows, part.name, np.asarray(part.examples, dtype=np.int64)
+    log_found_tokens(f"{name} examples of {part.source}", rows.special_tokens(part.examples))
+    kept = examples[rows.targets[examples] > 0]
+    if len(kept) < len(examples):
+        numbers = [str(number + 1) for number in examples[rows.targets[examples] == 0]]
         more = ", ..." if len(numbers) > 10 else ""
         logger.warning(
             "%d of %d %s examples are skipped, they have no token of a response: numbers %s%s",
-            len(numbers), len(rows), name, ", ".join(numbers[:10]), more,
+            len(numbers), len(examples), name, ", ".join(numbers[:10]), more,
         )  # fmt: skip
-    _check_ids(rows, part, vocab_size, tokenizer)
-    skipped = [row.skipped_turns for row in kept if row.skipped_turns]
-    if skipped:
+    skipped = rows.skipped_turns[kept]
+    if skipped.any():
         logger.warning(
             "%d turns at the ends of %d %s conversations are skipped: they do not fit into --max_length",
-            sum(skipped), len(skipped), name,
+            skipped.sum(), np.count_nonzero(skipped), name,
         )  # fmt: skip
-    if prompts := sum(row.truncated_prompts > 0 for row in kept):
+    if prompts := np.count_nonzero(rows.truncated_prompts[kept]):
         logger.warning("%d of %d %s prompts are truncated to --src_length or --max_length", prompts, len(kept), name)
-    if responses := sum(row.truncated_responses > 0 for row in kept):
+    if responses := np.count_nonzero(rows.truncated_responses[kept]):
         logger.warning(
             "%d of %d %s responses are truncated to --tgt_length or --max_length: the model does not learn from them "
             "where a response ends", responses, len(kept), name,
         )  # fmt: skip
-    if rows and not kept:
+    if len(examples) and not len(kept):
         raise GptlmError(f"no {name} example has a target token; check --src_length, --tgt_length and --max_length")
-    if kept:
-        longest, targets = max(len(row.ids) for row in kept), sum(int(row.loss_mask.sum()) for row in kept)
+    if len(kept):
+        longest, targets = rows.lengths[kept].max(), rows.targets[kept].sum(dtype=np.int64)
         logger.info(
             "%s: %d examples of %s, longest %d tokens, %d target tokens", name, len(kept), part.source, longest, targets
         )
     return kept
-
-
-def _check_ids(rows: list[Row], part: Part, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    for number, row in enumerate(rows, start=part.first):
-        highest = int(row.ids.max(initial=0))
-        if highest >= vocab_size:
-            text = first_text(part.examples[number - part.first])[:40]
-            raise GptlmError(
-                f"{part.source}, example {number} (prompt {text!r}): the tokenizer gives id {highest} "
-                f"({tokenizer.convert_ids_to_tokens(highest)!r}), the model's vocabulary has {vocab_size} entries; "
-                "give the model's own tokenizer"
-            )

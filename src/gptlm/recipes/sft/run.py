@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import SftRun, with_epochs_counted
 from gptlm.data.collate import NO_TARGETS
-from gptlm.data.epochs import BEGIN, Epochs, Position, Size, steps_in, steps_left
+from gptlm.data.epochs import BEGIN, Epochs, Position, steps_in, steps_left
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
@@ -93,7 +93,7 @@ def _run(
 ) -> dict[str, float]:
     training = run.training
     job = start_job(run, device, resume)
-    log_run(run, sum(map(len, data.train)), data.tokens_per_sample)
+    log_run(run, data.train.examples, data.tokens_per_sample)
 
     model: Any = make_model(run, tokenizer, job.deepspeed)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
@@ -154,7 +154,7 @@ def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs
     """The training data from `position` on; `done` steps are trained."""
     return Epochs(
         data.train,
-        sizes=[Size(len(sample), sum(len(row.ids) - 1 for row in sample)) for sample in data.train],
+        sizes=data.sizes,
         filler=NO_TARGETS,
         batch=run.batch.total,
         steps=max(0, run.training.max_steps - done),

@@ -1,23 +1,106 @@
-"""Where the examples of a fine-tuning run are, and reading them: files, saved datasets, the HuggingFace hub."""
+"""Where the examples of a fine-tuning run are: files, folders of them, saved datasets, the HuggingFace hub."""
 
+import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from gptlm.config.run import SftRun
-from gptlm.data.chat_template import ChatTemplate
-from gptlm.data.conversations import Chat, Example, PlainHeadings
-from gptlm.data.examples import SUFFIXES, find_files, read_examples, read_records
-from gptlm.data.text_files import is_dataset
+from gptlm.data.documents import Batch, table_batches
+from gptlm.data.examples import SUFFIXES, files_in, find_files, record_batches
+from gptlm.data.text_files import COMPRESSED, format_of, is_dataset, list_files, size_of
 from gptlm.errors import GptlmError, reason_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
 HUB_SPLITS = {"train": "train", "dev": "validation"}
-Sources = dict[str, Path | str]  # "train" and "dev" -> a file, a saved dataset, or "hub:NAME:SPLIT"
+HASHED_ROWS = 1000  # of a dataset at once
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files with records, or saved datasets, read one after the other.
+
+    Attributes:
+        path: what the user named, for messages.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(map(size_of, self.files))
+
+    def batches(self) -> Iterator[Batch]:
+        return record_batches(self.files)
+
+    def content(self) -> list[list[str]]:
+        """Formats and hashes of all bytes. Raises GptlmError if a file cannot be read."""
+        found = []
+        for file in self.files:
+            parts = sorted(part for part in file.iterdir() if part.is_file()) if file.is_dir() else [file]
+            for part in parts:
+                try:
+                    with open(part, "rb") as stream:
+                        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                except OSError as error:
+                    raise GptlmError(f"cannot read {part}: {reason_of(error)}") from error
+                found.append(["".join(part.suffixes[-2:]) if part is file else part.name, digest])
+        return found
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the HuggingFace hub."""
+
+    name: str
+    split: str
+
+    def __str__(self) -> str:
+        return f"hub:{self.name}:{self.split}"
+
+    @cached_property
+    def table(self) -> "Dataset":
+        """Raises GptlmError if it is neither in the cache nor on the hub."""
+        import datasets
+
+        try:
+            return datasets.load_dataset(self.name, split=self.split)
+        except Exception as error:  # datasets, huggingface_hub and requests each raise their own kinds
+            raise GptlmError(
+                f"the dataset {self.name} is neither on this machine nor on the HuggingFace hub ({reason_of(error)}); "
+                "give --dataset_name_or_path a local file or folder"
+            ) from error
+
+    @property
+    def size(self) -> int:
+        """Bytes of the table."""
+        return self.table.data.nbytes
+
+    def batches(self) -> Iterator[Batch]:
+        return table_batches(self.table, f"{self.name} {self.split}", range(len(self.table)), self.size)
+
+    def content(self) -> list[list[str]]:
+        digest = hashlib.sha256()
+        for part in self.table.with_format("arrow").iter(HASHED_ROWS):
+            for batch in part.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+        return [["dataset", digest.hexdigest()]]
+
+
+Source = Files | HubDataset
+Sources = dict[str, Source]  # of "train" and "dev"
 
 
 def find_sources(run: SftRun) -> Sources:
@@ -29,108 +112,72 @@ def find_sources(run: SftRun) -> Sources:
     data = run.data
     found: Sources = {}
     if data.dataset_name_or_path is None:
-        found = {split: f"hub:{data.task_name}:{hub}" for split, hub in HUB_SPLITS.items()}
+        found = {split: HubDataset(data.task_name, hub) for split, hub in HUB_SPLITS.items()}
     else:
         path = Path(data.dataset_name_or_path)
         if path.is_file() or is_dataset(path):
-            found["train"] = path
+            found["train"] = Files(path, (path,))
         elif path.is_dir():
-            found = {split: file for split in ("train", "dev") if (file := _file_in(path, split))}
-            if not found:
-                raise GptlmError(f"{path} has no train.json, train.jsonl, dev.json ... and is not a saved dataset")
-            if "train" not in found and run.training.do_train:
-                raise GptlmError(
-                    f"{path} has {Path(found['dev']).name} but no train.json, train.jsonl or train.parquet; to train "
-                    f"on it: --dataset_name_or_path {found['dev']}"
-                )
+            found = _sources_in(run, path)
+        elif any(letter in str(path) for letter in "*?["):
+            found["train"] = Files(path, tuple(list_files(str(path))))
         # no dataset of the hub has such a name
-        elif path.suffix in SUFFIXES or path.is_absolute() or str(data.dataset_name_or_path).startswith("."):
+        elif _is_file_name(path) or path.is_absolute() or str(data.dataset_name_or_path).startswith("."):
             raise GptlmError(f"--dataset_name_or_path {path}: there is no such file or folder")
         else:
-            found = {split: f"hub:{path}:{hub}" for split, hub in HUB_SPLITS.items()}
+            found = {split: HubDataset(str(path), hub) for split, hub in HUB_SPLITS.items()}
     if data.eval_dataset_name_or_path:
-        found["dev"] = _evaluation_file(Path(data.eval_dataset_name_or_path))
+        found["dev"] = _evaluation_files(Path(data.eval_dataset_name_or_path))
     return found
 
 
-def _evaluation_file(path: Path) -> Path:
-    """`path`, or the file for evaluation (else the only one) if it is a folder of files."""
+def _is_file_name(path: Path) -> bool:
+    name = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return name.suffix in SUFFIXES
+
+
+def _sources_in(run: SftRun, folder: Path) -> Sources:
+    found: Sources = {split: files for split in ("train", "dev") if (files := _files_of(folder, split))}
+    if not found:
+        whole = files_in(folder)
+        if not whole:
+            raise GptlmError(f"{folder} has no train.json, train.jsonl, dev.json ... and is not a saved dataset")
+        logger.info("%s has no train or dev file: all %d files in it are read", folder, len(whole))
+        return {"train": Files(folder, whole)}
+    if "train" not in found and run.training.do_train:
+        dev = found["dev"]
+        raise GptlmError(
+            f"{folder} has {Path(str(dev)).name} but no train.json, train.jsonl or train.parquet; to train "
+            f"on it: --dataset_name_or_path {dev}"
+        )
+    return found
+
+
+def _evaluation_files(path: Path) -> Files:
+    """`path`, or what is for evaluation (else the only files) if it is a folder."""
+    if any(letter in str(path) for letter in "*?[") and not path.exists():
+        return Files(path, tuple(list_files(str(path))))
     if not path.exists():
         raise GptlmError(f"--eval_dataset_name_or_path {path}: there is no such file or folder")
     if path.is_file() or is_dataset(path):
-        return path
-    file = _file_in(path, "dev") or _file_in(path, "train")
-    if file is None:
+        return Files(path, (path,))
+    found = _files_of(path, "dev") or _files_of(path, "train") or Files(path, files_in(path))
+    if not found.files:
         raise GptlmError(
             f"--eval_dataset_name_or_path {path} has no dev.json, dev.jsonl, validation.json ... and is not a saved "
             "dataset"
         )
-    return file
+    return found
 
 
-def _file_in(folder: Path, split: str) -> Path | None:
-    """The file of "train" or "dev" in a folder; other candidates are logged."""
-    files = find_files(folder, split)
-    if len(files) > 1:
-        others = ", ".join(file.name for file in files[1:])
-        logger.warning("%s is read; %s in the same folder: ignored", files[0], others)
-    return files[0] if files else None
-
-
-def read(source: Path | str, tokenizer: PreTrainedTokenizerBase, *, questions: bool = False) -> list[Example]:
-    """Examples of a file or dataset; conversations in the tokenizer's chat template if it has one.
-
-    Args:
-        questions: records with source, target and title ask for the question.
-
-    Raises:
-        GptlmError: with file and record.
-    """
-    records = read_records(source) if isinstance(source, Path) else _hub_records(source)
-    render = ChatTemplate(tokenizer) if tokenizer.chat_template else PlainHeadings()
-    found = read_examples(records, render, questions=questions)
-    for form, count in found.forms.items():
-        is_chat = tokenizer.chat_template and ("messages" in form or form == "conversations")
-        how = " in the tokenizer's chat template" if is_chat else ""
-        logger.info("%s: %d records read as %s%s", source, count, form, how)
-    if found.ignored:
-        keys = ", ".join(f"{key} ({count})" for key, count in sorted(found.ignored.items()))
-        logger.warning("%s: ignored keys: %s", source, keys)
-    if found.forms["source/target"] and found.ignored["title"]:
-        logger.warning("%s: for question generation from source and title give --task_name squad", source)
-    _log_ends([example for example in found.examples if isinstance(example, Chat)], source, tokenizer)
-    for reason, count in found.skipped.items():
-        logger.warning("%d records of %s are skipped: %s", count, source, reason)
-    return found.examples
-
-
-def _log_ends(chats: list[Chat], source: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log which token ends assistant turns, and warn if it is not a target."""
-    for end_id in {chat.end_id for chat in chats}:
-        if end_id is None:
-            logger.info(
-                "%s: the chat template ends no turn with a token: %s follows the last response", source,
-                tokenizer.eos_token,
-            )  # fmt: skip
-        else:
-            logger.info("%s: %s ends a turn", source, tokenizer.convert_ids_to_tokens(end_id))
-    if count := sum(not chat.end_in_loss for chat in chats):
-        logger.warning(
-            "%s: in %d conversations the {%% generation %%} of the chat template does not contain the end of a turn: "
-            "the model does not learn to end; put that token inside it", source, count,
-        )  # fmt: skip
-
-
-def _hub_records(source: str) -> Iterable[tuple[str, Any]]:
-    import datasets
-
-    _, name, split = source.split(":")
-    try:
-        rows = datasets.load_dataset(name, split=split)
-    except Exception as error:  # datasets, huggingface_hub and requests each raise their own kinds
-        reason = reason_of(error)
-        raise GptlmError(
-            f"the dataset {name} is neither on this machine nor on the HuggingFace hub ({reason}); "
-            "give --dataset_name_or_path a local file or folder"
-        ) from error
-    return ((f"{name} {split}, record {number}", row) for number, row in enumerate(rows, start=1))
+def _files_of(folder: Path, split: str) -> Files | None:
+    """The files of "train" or "dev" in a folder; other candidates are logged."""
+    candidates = find_files(folder, split)
+    if len(candidates) > 1:
+        others = ", ".join(file.name for file in candidates[1:])
+        logger.warning("%s is read; %s in the same folder: ignored", candidates[0], others)
+    for path in candidates[:1]:
+        if format_of(path) is not None and path.exists():
+            return Files(path, (path,))
+        return Files(path, files_in(path) if path.is_dir() else tuple(list_files(str(path))))
+    return None

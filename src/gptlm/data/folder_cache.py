@@ -1,0 +1,135 @@
+"""Folders of files that are built once and kept between runs.
+
+The name of an entry is the hash of everything that its files depend on. It is built under another name, synced and
+renamed, so readers never see half an entry. One process builds; others that need the same entry wait for it.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+from gptlm.disk import sync_tree, write_failure
+from gptlm.errors import GptlmError, named, reason_of
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = "entry.json"
+CHANGING = ".incomplete"
+POLL = 0.1  # seconds
+HEAD_START = 60.0  # seconds in which the process that shows its progress gets to build, not one that shows nothing
+
+Build = Callable[[Path], dict[str, Any]]  # writes files into a folder and returns facts about them
+Entry = TypeVar("Entry")
+
+
+class FolderCache(Generic[Entry]):
+    """Looks for entries in all `folders`, builds new ones in the first that can be written.
+
+    Args:
+        open_entry: reads the files of an entry; raises OSError or ValueError if they are damaged.
+    """
+
+    def __init__(self, folders: Sequence[str | Path], open_entry: Callable[[Path], Entry]):
+        self.folders, self.open_entry = [Path(folder) for folder in folders], open_entry
+
+    def load_or_build(self, what: dict[str, Any], build: Build, *, first: bool = True) -> tuple[Entry, dict[str, Any]]:
+        """The entry described by `what`, and the facts about it.
+
+        Args:
+            first: this process builds, if the entry is missing; others give it a head start.
+
+        Raises:
+            GptlmError: if no folder can be written, or the disk is full.
+        """
+        what = json.loads(json.dumps(what, sort_keys=True))
+        name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+        for folder in self.folders:
+            if (found := self._load(folder / name, what)) is not None:
+                return found
+        with self._lock_file(name) as file:
+            final = Path(file.name).with_suffix("")
+            _lock(file, final, first)
+            if (found := self._load(final, what, warn=True)) is None:
+                _build(final, what, build)
+                found = self._load(final, what, warn=True)
+            if found is None:
+                raise GptlmError(f"{final} is damaged although it was just written; check the disk")
+            return found
+
+    def _lock_file(self, name: str) -> IO[str]:
+        """A file to lock in the first folder that can be written."""
+        reasons = []
+        for folder in self.folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                return open(folder / f"{name}.lock", "a")
+            except OSError as error:
+                reasons.append(f"{folder}: {reason_of(error)}")
+        raise GptlmError(
+            f"no folder for the encoded data can be written ({'; '.join(reasons)}); name one with {named('data_cache')}"
+        )
+
+    def _load(self, folder: Path, what: dict[str, Any], *, warn: bool = False) -> tuple[Entry, dict[str, Any]] | None:
+        """The entry and its facts; None if it does not exist or is damaged."""
+        try:
+            entry = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            if entry["of"] != what:
+                raise ValueError("it describes something else")
+            for name, size in entry["files"].items():
+                if (found := (folder / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {found:,} bytes instead of {size:,}")
+            return self.open_entry(folder), entry["facts"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            if warn and folder.exists():
+                logger.warning("%s is damaged (%s) and is built again", folder, reason_of(error))
+            return None
+
+
+def _build(final: Path, what: dict[str, Any], build: Build) -> None:
+    for left in final.parent.glob(f"{final.name}.*{CHANGING}"):  # of processes that were killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    folder = final.with_name(f"{final.name}.{os.getpid()}{CHANGING}")
+    try:
+        folder.mkdir()
+        facts = build(folder)
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        content = json.dumps({"of": what, "files": files, "facts": facts}, indent=1)
+        (folder / DESCRIPTION).write_text(content + "\n", encoding="utf-8")
+        sync_tree(folder)
+        if final.exists():  # damaged
+            shutil.rmtree(final)
+        os.replace(folder, final)
+    except OSError as error:
+        reason = write_failure(error, folder)
+        raise GptlmError(
+            f"cannot write {folder}: {reason}, or name another folder with {named('data_cache')}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(file: IO[str], final: Path, first: bool) -> None:
+    """Wait for the lock; a process that is not `first` takes it after another has had it, or if the entry exists."""
+    started, told, was_held = time.monotonic(), False, first
+    while True:
+        waited = time.monotonic() - started
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if was_held or waited > HEAD_START or final.exists():
+                return
+            fcntl.flock(file, fcntl.LOCK_UN)
+        except BlockingIOError:
+            was_held = True
+            if not told and waited > 1:
+                told = True
+                logger.info("another process encodes the same data: waiting for it")
+        except OSError:  # a file system without locks: each process builds under a name of its own
+            return
+        time.sleep(POLL)

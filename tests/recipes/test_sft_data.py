@@ -1,0 +1,276 @@
+"""The data of fine-tuning: rows from Arrow are those of the encoder, kept between runs, the same from any file."""
+
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+
+import datasets
+import numpy as np
+import pytest
+import zstandard
+from transformers import AutoTokenizer
+
+from gptlm.commands.sft import parse_sft
+from gptlm.data import row_building
+from gptlm.data.chat_template import ChatTemplate
+from gptlm.data.conversations import PlainHeadings
+from gptlm.data.examples import read_examples, read_records
+from gptlm.data.row_building import RowSettings, build_rows
+from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
+from gptlm.data.stored_rows import StoredRows
+from gptlm.errors import GptlmError
+from gptlm.recipes.sft.data import load_data
+from gptlm.recipes.sft.sources import Files, find_sources
+from gptlm.training.metrics.throughput import start_logging
+from tests.data.test_examples import FORMS
+from tests.recipes.test_sft import BASE, CHATML, ROWS, model  # noqa: F401 - a fixture
+
+MANY = [{"src": f"{row['src']} {number} ", "tgt": f"{row['tgt']} of {number}"} for number in range(120) for row in ROWS]
+
+
+@pytest.fixture
+def load(model, tmp_path, capfd):  # noqa: F811
+    """Load the data of a command; returns it and what was logged."""
+    start_logging(main_process=True)
+
+    def load(path, *words, base=model):
+        argv = [*BASE, "--model_name_or_path", base, "--dataset_name_or_path", path, "--output_dir", tmp_path / "out"]
+        run = parse_sft([str(word) for word in [*argv, "--data_cache", tmp_path / "cache", *words]], {})
+        capfd.readouterr()
+        data = load_data(run, find_sources(run), AutoTokenizer.from_pretrained(base))
+        return data, capfd.readouterr().out
+
+    return load
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for row, other in zip(found, wanted, strict=True):
+        for name, value in vars(other).items():
+            mine = getattr(row, name)
+            assert np.array_equal(mine, value) if isinstance(value, np.ndarray) else mine == value, name
+            assert not isinstance(value, np.ndarray) or mine.dtype == value.dtype
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("more", [{}, {"train_on_prompt": True}, {"paddle_compat": True}])
+def test_rows_from_arrow_are_those_of_the_encoder(model, tmp_path, template, more):  # noqa: F811
+    """All forms of records, among them responses that are cut, or have no target."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    records = [record for record, _ in FORMS for _ in range(3)]
+    records += [{"src": "the cat " * 30, "tgt": "sat on " * 20}, {"src": ["a", "b"], "tgt": ["", "c<|endoftext|>"]}]
+    records += [{"messages": [{"role": "user", "content": "b " * 40}, {"role": "assistant", "content": "é 今"}] * 3}]
+    path, lengths = write_lines(tmp_path / "d.jsonl", records), Lengths(20, 12, 48)
+    settings = RowSettings(tokenizer, lengths, len(tokenizer), **more)
+    source = Files(path, (path,))
+    build_rows(source.batches(), settings, tmp_path / "rows", name="d", workers=1, on_progress=lambda read, count: None)
+    render = ChatTemplate(tokenizer) if template else PlainHeadings()
+    examples = read_examples(read_records(path), render).examples
+    prompt = "train_on_prompt" in more
+    if "paddle_compat" in more:
+
+        def encode(texts):
+            return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+        encoder = PaddleEncoder(encode, tokenizer.eos_token_id, lengths, prompt, tokenizer.eos_token)
+    else:
+        encoder = Encoder(text_encoder(tokenizer), tokenizer.eos_token_id, lengths, prompt)
+    wanted = [row for example in examples for row in encoder.rows([example])]
+    rows = StoredRows(tmp_path / "rows")
+    same(rows, wanted)
+    same(pickle.loads(pickle.dumps(rows)), wanted)
+    assert rows.lengths.tolist() == [len(row.ids) for row in wanted]
+    assert rows.targets.tolist() == [row.loss_mask.sum() for row in wanted]
+    table = datasets.Dataset.from_file(str(tmp_path / "rows"))
+    assert table["ids"][:] == [row.ids.tolist() for row in wanted]
+
+
+def test_the_next_start_encodes_nothing_and_says_the_same(load, tmp_path):
+    records = [
+        *ROWS,
+        {"src": "a <|endoftext|>", "tgt": "b", "id": 3},
+        {"src": "x", "tgt": " "},
+        {"src": "y " * 60, "tgt": "z"},
+    ]
+    path = write_lines(tmp_path / "d.jsonl", records)
+    words = ("--do_eval", "--src_length", 20)
+    first, said = load(path, *words)
+    assert f"{len(ROWS) + 2} examples encoded in" in said
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.*")}
+    second, again = load(path, *words)
+    assert "examples encoded in" not in again and "encoded examples are loaded from" in again
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.*")} == files
+
+    def facts(text):
+        lines = (line.partition("] ")[2] for line in text.splitlines())
+        return [line for line in lines if "encoded examples" not in line and "encoded in" not in line]
+
+    assert facts(again) == facts(said) and len(facts(said)) >= 6
+    for part in ("ignored keys: id (1)", "1 records of", "a special token", "prompts are truncated", "held out"):
+        assert part in said
+    same([row for sample in second.train for row in sample], [row for sample in first.train for row in sample])
+    assert second.prompts == first.prompts and second.digest == first.digest
+
+
+def test_what_changes_rows_builds_them_again(load, model, tmp_path):  # noqa: F811
+    path = write_lines(tmp_path / "d.jsonl", ROWS)
+    assert "encoded in" in load(path)[1]
+    assert "encoded in" not in load(path, "--learning_rate", "1", "--zero_padding")[1]
+    moved = tmp_path / "elsewhere.jsonl"
+    shutil.copy(path, moved)
+    assert "encoded in" not in load(moved)[1]
+    for words in (
+        ("--src_length", 10), ("--tgt_length", 9), ("--max_length", 40), ("--train_on_prompt",), ("--paddle_compat",),
+        ("--truncation_side", "right"), ("--allow_special_tokens",), ("--task_name", "squad"),
+    ):  # fmt: skip
+        assert "encoded in" in load(path, *words)[1], words
+    before = path.stat()
+    path.write_text(path.read_text().replace("garden", "Garden"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    data, said = load(path)
+    assert "encoded in" in said and data.digest != load(moved)[0].digest
+    other = shutil.copytree(model, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(other)
+    assert "encoded in" in load(path, base=other)[1]
+    assert "encoded in" not in load(path, base=other)[1]
+
+
+def test_every_kind_of_file_gives_the_same_rows(load, tmp_path):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    array = json.dumps(ROWS).encode()
+    for name in ("a", "b", "shards", "train"):
+        (tmp_path / name).mkdir()
+    contents = {
+        "d.jsonl": lines, "d.json": array, "d.jsonl.gz": gzip.compress(lines), "e.json.gz": gzip.compress(array),
+        "d.json.zst": zstandard.compress(lines), "d": lines, "a/train.jsonl.gz": gzip.compress(lines),
+        "table.json": json.dumps({key: [row[key] for row in ROWS] for key in ("src", "tgt")}).encode(),
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(tmp_path / "d.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for number, part in enumerate((ROWS[:7], ROWS[7:])):
+        datasets.Dataset.from_list(part).to_parquet(tmp_path / "shards" / f"train-0000{number}-of-00002.parquet")
+        write_lines(tmp_path / "b" / f"part-{number}.jsonl", part)
+        write_lines(tmp_path / "train" / f"{number}.jsonl", part)
+    (tmp_path / "split").mkdir()
+    (tmp_path / "train").rename(tmp_path / "split" / "train")
+    wanted = load(tmp_path / "d.jsonl")[0]
+    for name in (*contents, "d.parquet", "saved", "shards", "a", "b", "b/part-*.jsonl", "split"):
+        data, said = load(tmp_path / name)
+        assert data.digest == wanted.digest and len(data.train) == len(ROWS), name
+        assert "ignored" not in said, name
+    few = ("--do_train", 0, "--do_eval", "--eval_dataset_name_or_path")
+    for name in ("d.jsonl.gz", "b", "shards", "saved", "b/*.jsonl"):
+        assert len(load(tmp_path / "d.json", *few, tmp_path / name)[0].dev) == len(ROWS), name
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json.zst"])
+def test_a_bad_record_has_its_place_in_every_kind_of_file(load, tmp_path, name):
+    lines = [json.dumps(row) for row in MANY * 3]
+    lines[2500] = '{"src": "a"'
+    content = "\n".join(lines).encode()
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(name[name.rindex(".") :], bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    with pytest.raises(GptlmError, match=f"{name}, line 2501: broken JSON at column"):
+        load(tmp_path / name)
+    lines[2500] = '{"src": "a", "tgt": 3}'
+    (tmp_path / name).write_bytes(pack("\n".join(lines).encode()))
+    with pytest.raises(GptlmError, match=f"{name}, line 2501: expected a text, found int"):
+        load(tmp_path / name)
+    (tmp_path / name).write_bytes(pack(b'{"src": "a", "tgt": "b"}\n{"src": "\xbd"}\n'))
+    with pytest.raises(GptlmError, match=f"{name}, line 2.*not UTF-8 .byte bd at column 10"):
+        load(tmp_path / name)
+    if name != "x.jsonl":
+        (tmp_path / name).write_bytes(pack("\n".join(map(json.dumps, MANY)).encode())[:-9])
+        with pytest.raises(GptlmError, match=f"{name}.*is the file complete"):
+            load(tmp_path / name)
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(GptlmError, match=r"x.txt: plain text has no prompts and responses"):
+        load(tmp_path / "x.txt")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
+
+
+def test_worker_processes_give_the_rows_of_one(load, tmp_path, monkeypatch):
+    """Also the first mistake in the order of the file, whichever process finds one first."""
+    monkeypatch.setattr("gptlm.recipes.sft.rows.BYTES_PER_WORKER", 1 << 15)
+    path = write_lines(tmp_path / "d.jsonl", MANY * 4)
+    one, said = load(path, "--preprocessing_num_workers", 1)
+    assert "by 1 process" in said
+    shutil.rmtree(tmp_path / "cache")
+    two, said = load(path, "--preprocessing_num_workers", 2)
+    assert "by 2 processes" in said and one.digest == two.digest
+    same(two.train.rows, list(one.train.rows))
+    lines = path.read_text().splitlines()
+    lines[4000] = lines[5000] = "{}"
+    path.write_text("\n".join(lines))
+    with pytest.raises(GptlmError, match="d.jsonl, line 4001: the keys  are not a known form"):
+        load(path, "--preprocessing_num_workers", 2)
+
+
+def test_the_order_of_unpacked_examples_is_that_of_the_file(load, tmp_path):
+    """The digest that checkpoints note: of ids and targets, row after row."""
+    data, _ = load(write_lines(tmp_path / "d.jsonl", ROWS), "--do_eval")
+    digest = hashlib.sha256()
+    for (row,) in data.train:
+        digest.update(row.ids.tobytes() + row.loss_mask.tobytes())
+    assert data.digest == digest.hexdigest()[:16]
+    assert len(data.train) == len(ROWS) - 1 and len(data.dev) == 1
+    assert data.sizes.tolist() == [[1, len(row.ids) - 1] for (row,) in data.train]
+
+
+def _load_slowly(path, folder, base):
+    argv = [*BASE, "--model_name_or_path", base, "--dataset_name_or_path", path, "--output_dir", folder / "out"]
+    run = parse_sft([str(word) for word in [*argv, "--data_cache", folder / "cache"]], {})
+    load_data(run, find_sources(run), AutoTokenizer.from_pretrained(base))
+
+
+def test_killed_while_encoding_leaves_nothing_usable(load, model, tmp_path):  # noqa: F811
+    path = write_lines(tmp_path / "d.jsonl", MANY * 30)
+    process = multiprocessing.get_context("spawn").Process(target=_load_slowly, args=(path, tmp_path, model))
+    process.start()
+    while not list(tmp_path.glob("cache/*.incomplete/rows.arrow")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert list(tmp_path.glob("cache/*.incomplete")) and not list(tmp_path.glob("cache/*/entry.json"))
+    data, said = load(path)
+    assert "encoded in" in said and len(data.train) == len(MANY) * 30
+    assert not list(tmp_path.glob("cache/*.incomplete"))
+
+
+def test_packs_hold_every_row_once(load, tmp_path):
+    data, _ = load(write_lines(tmp_path / "d.jsonl", ROWS), "--zero_padding", "--max_length", 40)
+    alone, _ = load(tmp_path / "d.jsonl", "--max_length", 40)
+    assert data.train.examples == len(alone.train) == len(ROWS) > len(data.train)
+    packed = sorted(row.ids.tobytes() for sample in data.train for row in sample)
+    assert packed == sorted(row.ids.tobytes() for (row,) in alone.train)
+    for sample, (examples, tokens) in zip(data.train, data.sizes.tolist(), strict=True):
+        assert examples == len(sample) and tokens == sum(len(row.ids) - 1 for row in sample) <= 40
+    assert data.digest != alone.digest
+
+
+def test_the_date_in_a_template_is_part_of_its_rows(model):  # noqa: F811
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = RowSettings(tokenizer, Lengths(1, 1, 1), 10).key()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    dated = RowSettings(tokenizer, Lengths(1, 1, 1), 10).key()
+    assert plain["date"] == "" and dated["date"].startswith("20") and dated["tokenizer"] != plain["tokenizer"]
+    assert row_building.FORMAT == plain["format"]
