@@ -7,7 +7,6 @@ import torch
 from gptlm.data.collate import NO_TARGETS, DocumentCollator, PackCollator, RowCollator, collate_blocks, documents_in
 from gptlm.data.conversations import Turn
 from gptlm.data.epochs import Filled
-from gptlm.data.rows import with_targets
 from tests.data.test_rows import END, rows
 
 
@@ -101,4 +100,4 @@ def test_samples_that_fill_batches_up_have_no_targets():
     batch = RowCollator(END)([filled[number] for number in range(len(filled))])
     assert batch["input_ids"].shape == (4, 2) and (batch["labels"][3:] == -100).all() and filled.examples == 3
     assert torch.equal(batch["labels"][:3] == -100, torch.zeros(3, 2, dtype=torch.bool))
-    assert len(Filled([[found[0]]], NO_TARGETS, 1)) == 1 and with_targets(NO_TARGETS) == []
+    assert len(Filled([[found[0]]], NO_TARGETS, 1)) == 1 and not NO_TARGETS[0].loss_mask.any()

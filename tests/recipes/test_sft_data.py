@@ -274,3 +274,22 @@ def test_the_date_in_a_template_is_part_of_its_rows(model):  # noqa: F811
     dated = RowSettings(tokenizer, Lengths(1, 1, 1), 10).key()
     assert plain["date"] == "" and dated["date"].startswith("20") and dated["tokenizer"] != plain["tokenizer"]
     assert row_building.FORMAT == plain["format"]
+
+
+def test_a_hub_dataset_goes_the_same_way(load, tmp_path, monkeypatch):
+    """`datasets` gives a table with columns that other records lack; another content is encoded anew."""
+    tables = {"train": datasets.Dataset.from_list([*ROWS, {"src": "x", "tgt": None, "id": 1}]).select(range(len(ROWS)))}
+    tables["validation"] = tables["train"].select([3, 1])
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: tables[split])
+    data, said = load("some/rows", "--do_eval")
+    assert f"hub:some/rows:train: {len(ROWS)} examples encoded in" in said
+    wanted, _ = load(write_lines(tmp_path / "d.jsonl", ROWS))
+    assert data.digest == wanted.digest
+    same([row for (row,) in data.dev], [wanted.train[3][0], wanted.train[1][0]])
+    assert "encoded in" not in load("some/rows", "--do_eval")[1]
+    tables["train"] = tables["train"].select(range(5))
+    data, said = load("some/rows")
+    assert len(data.train) == 5 and "5 examples encoded in" in said
+    tables["train"] = datasets.Dataset.from_list([{"text": "a"}])
+    with pytest.raises(GptlmError, match="some/rows train, record 1: the keys text are not a known form"):
+        load("some/rows")

@@ -385,8 +385,3 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool 
         return results
 
     return encode
-
-
-def with_targets(rows: Iterable[Row]) -> list[Row]:
-    """Rows whose loss mask is not empty."""
-    return [row for row in rows if row.loss_mask.any()]
