@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptlm.checkpoint.folder import read
+from gptlm.data.collate import documents_in
 from gptlm.model.build import load_model
 from tests.recipes.test_pretrain import reference_batches, reference_run
 from tests.recipes.test_sharding import NO_DROPOUT, launch, losses, norms, run_session
@@ -199,21 +200,30 @@ def test_deepspeeds_own_tensor_parallelism_trains_alike(two, autotp, case):
 
 
 @pytest.mark.distributed
-def test_padding_on_the_right_needs_no_mask_in_any_layout(model, tmp_path):
-    """Against one process that masks the padding."""
+def test_padding_and_documents_in_every_layout(model, tmp_path):
+    """Padding without a mask against one process that masks it; documents against one process, too."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([[16], [5], [11], [1]])
     mask = torch.arange(16) < lengths
     ids = torch.randint(0, 500, (4, 16), generator=generator)
     targets = torch.randint(0, 500, (4, 16), generator=generator).masked_fill(~mask, -100)
-    torch.save((ids, targets), tmp_path / "batch.pt")
+    documents = documents_in([16, 5, 11, 1, 10, 5, 4, 12], 16)
+    torch.save((ids, targets, documents), tmp_path / "batch.pt")
     launch(2, "padded.py", model, tmp_path / "batch.pt", tmp_path / "result.json", log=tmp_path / "log.txt")
-    single = load_model(str(model), hidden_dropout=0.0, attention_dropout=0.0)
-    loss = single(ids, attention_mask=mask.long(), shift_labels=targets).loss
-    loss.backward()
-    norm = torch.stack([p.grad.double().square().sum() for p in single.parameters()]).sum().sqrt()
-    for layout, found in json.loads((tmp_path / "result.json").read_text()).items():
-        assert found == pytest.approx([loss.item(), norm.item()], abs=1e-5), layout
+
+    def alone(**how):
+        single = load_model(str(model), hidden_dropout=0.0, attention_dropout=0.0)
+        loss = single(ids, shift_labels=targets, **how).loss
+        loss.backward()
+        norm = torch.stack([p.grad.double().square().sum() for p in single.parameters()]).sum().sqrt()
+        return pytest.approx([loss.item(), norm.item()], abs=1e-5)
+
+    found = json.loads((tmp_path / "result.json").read_text())
+    padded, apart = alone(attention_mask=mask.long()), alone(**documents)
+    assert [found[layout] for layout in ("tensor", "sequence", "pipeline")] == [padded] * 3
+    for layout in ("tensor", "sequence"):
+        assert found[f"{layout}, documents"] == apart
+        assert found[f"{layout}, dropout"] != apart and all(map(math.isfinite, found[f"{layout}, dropout"]))
 
 
 @pytest.mark.distributed
