@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.data.collate import NO_TARGETS, DocumentCollator, PackCollator, RowCollator, collate_blocks, documents_in
+from gptlm.data.collate import (
+    NO_TARGETS,
+    DocumentCollator,
+    PackCollator,
+    RowCollator,
+    collate_blocks,
+    documents_in,
+    mask_is_needless,
+)
 from gptlm.data.conversations import Turn
 from gptlm.data.epochs import Filled
 from tests.data.test_rows import END, rows
@@ -59,6 +67,23 @@ def test_targets_come_from_lengths_not_from_ids():
     assert batch["input_ids"].tolist() == [codes("ax...."), codes("abcdxy")]
     assert batch["labels"].tolist() == [[*codes("x."), -100, -100, -100, -100], [-100, -100, -100, *codes("xy.")]]
     assert batch["shift_labels"] is batch["labels"] and "attention_mask" not in batch
+
+
+@pytest.mark.parametrize(
+    ("mask", "targets", "needless"),
+    [
+        ([[1, 1, 1], [1, 1, 0]], [[5, 6, 7], [5, 6, -100]], True),
+        ([[1, 1, 1], [1, 1, 1]], [[5, 6, 7], [5, 6, 7]], True),
+        ([[1, 1, 1], [1, 1, 0]], [[5, 6, 7], [5, 6, 7]], False),
+        ([[1, 1, 1], [0, 1, 1]], [[5, 6, 7], [-100, 6, 7]], False),
+        ([[1, 1, 1], [1, 0, 1]], [[5, 6, 7], [5, -100, 7]], False),
+    ],
+)
+def test_masks_that_hide_what_causal_attention_hides(mask, targets, needless):
+    batch = {"attention_mask": torch.tensor(mask), "labels": torch.tensor(targets)}
+    assert mask_is_needless(batch) == needless
+    assert not mask_is_needless({"labels": batch["labels"]})
+    assert not mask_is_needless({"attention_mask": batch["attention_mask"]})
 
 
 def test_widths_of_padded_batches():

@@ -182,6 +182,29 @@ def test_half_precision_weights_have_masters(tiny_model, tmp_path):
     assert type(half.weights).__name__ == "MasterWeights" and half.optimizer.masters[0].dtype == torch.float32
 
 
+def test_a_mask_of_padding_on_the_right_is_left_out(tiny_model, tmp_path):
+    """As stock collators make it, where no code of the user may read it."""
+
+    class OwnLoss(GPTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    def collate(rows, side="right"):
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]] if side == "right" else [[1, 1, 1], [0, 1, 1]])
+        ids = torch.tensor([[5, 6, 7], [8, 9, 4]])
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def user_loss(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
+
+    made = stock_trainer(tiny_model, tmp_path, data_collator=collate)
+    assert set(made.inputs_on_device(collate([]))) == {"input_ids", "labels"}
+    assert "attention_mask" in made.inputs_on_device(collate([], side="left"))
+    assert "attention_mask" in OwnLoss(made.model, made.args, data_collator=collate).inputs_on_device(collate([]))
+    given = stock_trainer(tiny_model, tmp_path, data_collator=collate, compute_loss_func=user_loss)
+    assert "attention_mask" in given.inputs_on_device(collate([]))
+
+
 def test_a_loss_function_of_the_user_is_used(tiny_model, tmp_path):
     given = []
 

@@ -179,6 +179,18 @@ def collate_samples(samples: Sequence[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.from_numpy(input_ids), "labels": tensor, "shift_labels": tensor}
 
 
+def mask_is_needless(batch: Mapping[str, Any]) -> bool:
+    """Whether `attention_mask` hides only padding on the right that is no target, as causal attention does anyway.
+
+    False on a device, where looking at the mask would wait for it.
+    """
+    mask, targets = batch.get("attention_mask"), batch.get("shift_labels", batch.get("labels"))
+    if mask is None or targets is None or mask.dim() != 2 or mask.is_cuda or targets.is_cuda:
+        return False
+    is_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
+    return is_right and bool((targets[mask == 0] == IGNORED).all())
+
+
 @dataclass(frozen=True)
 class FilledCollator:
     """`collate` for samples among which are `None`s that fill a batch up: rows without a target.

@@ -38,7 +38,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from gptlm.checkpoint.checkpointer import Checkpointer
-from gptlm.data.collate import FilledCollator, collate_samples, tokens_of
+from gptlm.data.collate import FilledCollator, collate_samples, mask_is_needless, tokens_of
 from gptlm.data.epochs import Epochs, Filled, Size, steps_left
 from gptlm.errors import GptlmError
 from gptlm.parallel.process_groups import Mesh
@@ -184,6 +184,9 @@ class GPTTrainer(Trainer):
         """A batch on the device. Its targets are there once: a loss function of the user takes `labels`."""
         has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
         unused = ("shift_labels",) if has_own_loss else ("labels",) if "shift_labels" in inputs else ()
+        is_stock = not has_own_loss and type(self).compute_loss is Trainer.compute_loss
+        if is_stock and mask_is_needless(inputs):
+            unused = (*unused, "attention_mask")
         if self.has_default_collator:  # else the embedding raises an IndexError, on a GPU an assertion of its kernel
             check_batch(inputs, self.model.config)
         return to_device(inputs, self.args.device, unused)
