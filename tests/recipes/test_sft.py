@@ -134,6 +134,16 @@ def test_accumulation_does_not_change_the_loss(tune, more):
     )
 
 
+def test_the_log_counts_tokens_without_padding(tune, model):
+    """One epoch in six steps: seconds times tokens/s are the tokens of all examples, the last one of each a target."""
+    _, history = tune("--pad_to_multiple_of", 32)
+    shown = [entry for entry in history if "loss" in entry]
+    found = sum(entry["interval_runtime"] * entry["interval_tokens_per_second_per_device"] for entry in shown)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    wanted = sum(len(tokenizer(row[key])["input_ids"]) for row in ROWS for key in ("src", "tgt"))
+    assert len(shown) == len(ROWS) / 4 and found == pytest.approx(wanted, rel=0.02)
+
+
 def test_packing_changes_no_loss(tune, model):
     """The same weights, examples alone and packed, in batches of any size: one loss, that of the answers by hand."""
     few = ["--do_train", "0", "--do_eval", "--generate_num", "0"]
@@ -424,6 +434,30 @@ DOCUMENT = (
     '--sharding "stage2" --eval_steps 1000 --report_to "visualdl" --disable_tqdm true --recompute 1 '
     "--gradient_accumulation_steps 2 --do_train --do_eval --device gpu"
 )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lora", "--lora_dropout", "0.1"),
+        pytest.param(("--hidden_dropout_prob", "0.1"), marks=pytest.mark.slow),
+        pytest.param(("--lora", "--additional_special_tokens", "<bot>"), marks=pytest.mark.slow),
+        pytest.param(("--zero_padding", "--max_length", "40"), marks=pytest.mark.slow),
+    ],
+)
+def test_compiling_changes_no_loss(tune, more):
+    """Lengths that differ, adapters, evaluation between the steps; the code is whole, and compiled a few times."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    words = [*NO_DROPOUT, *more, "--do_eval", "--evaluation_strategy", "steps", "--generate_num", "2"]
+    plain = tune(*words)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compiled = tune(*words, "--torch_compile", output="compiled")
+    assert losses(compiled[1]) == pytest.approx(losses(plain[1]), abs=1e-5)
+    assert compiled[0]["eval_loss"] == pytest.approx(plain[0]["eval_loss"], abs=1e-5)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 1
+    if "--zero_padding" not in more:  # on a CPU attention inside documents reads their lengths
+        assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("more", [(), ("--lora",)])

@@ -114,6 +114,11 @@ class RowCollator:
             input_ids[number, place], labels[number, place] = inputs, targets
         return _batch(input_ids, labels)
 
+    @property
+    def shapes_repeat(self) -> bool:
+        """Whether T has few values."""
+        return self.multiple > 1 and not self.pad_left
+
     def width(self, longest: int) -> int:
         """T of a batch whose longest row has `longest` positions."""
         if self.pad_left:
@@ -132,6 +137,7 @@ class PackCollator:
 
     pad: int
     length: int
+    shapes_repeat = True
 
     def __call__(self, samples: Sequence[list[Row]]) -> dict[str, Any]:
         input_ids = np.full((len(samples), self.length), self.pad, dtype=np.int64)

@@ -260,6 +260,8 @@ class GPTModel(GPTPreTrainedModel):
                 position_ids=position_ids,
             )
         x = self.drop(x + self.wpe(position_ids))
+        if self.training and torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()  # with adapters: else the first block would be compiled apart from the others
         for block in self.h:
             x = block(x, mask, cache, documents)
         returned: Any = cache if use_cache else None

@@ -23,6 +23,7 @@ from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.quiet import warnings_ignored
+from gptlm.upstream.peft import keep_trained_rows
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def add_adapters(
     with warnings_ignored(FutureWarning), warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"):
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT has replaced it by the folder of the weights
+    if new_tokens:
+        keep_trained_rows(adapted, ADAPTER)
     adapted.base_fingerprint = base_fingerprint
     return adapted
 

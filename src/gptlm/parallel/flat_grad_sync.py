@@ -61,13 +61,18 @@ class FlatGradSync:
         return self._views(self._buffers)
 
     @torch.no_grad()
-    def flat_gradients(self) -> list[Tensor]:
-        """The gradients of each parameter group as one tensor; the weights have none afterwards."""
+    def flat_gradients(self, into: list[Tensor] | None = None) -> list[Tensor]:
+        """The gradients of each parameter group as one tensor; the weights have none afterwards.
+
+        The tensors are the float32 sums or accumulation buffers if there are any, else `into`, the result of an
+        earlier call, or new ones.
+        """
         if self._sums is not None:
             return self._sums
-        flats = self._zeros() if self._buffers is None else self._buffers
+        given = into if self._buffers is None else self._buffers
+        flats = self._zeros() if given is None else given
         views = self.gradient_views if flats is self._buffers else self._views(flats)
-        flatten_gradients(views, self.weights, zero=flats is not self._buffers)
+        flatten_gradients(views, self.weights, zero=given is None)
         return flats
 
     @torch.no_grad()

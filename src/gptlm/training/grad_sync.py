@@ -142,8 +142,8 @@ class FlatZero(DeepSpeedSync):
     def views(self) -> list[Tensor]:
         return self.zero.gradient_views
 
-    def flatten(self) -> Any:
-        return self.zero.flat_gradients()
+    def flatten(self, into: list[Tensor] | None = None) -> list[Tensor]:
+        return self.zero.flat_gradients(into)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()

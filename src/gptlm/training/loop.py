@@ -257,6 +257,7 @@ def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
 
 def _finish(trainer: Any, begun: float, last_logged: int) -> TrainOutput:
     """The results of the run, and the best model if it is asked for."""
+    trainer.runner.close()
     state, steps = trainer.state, trainer.state.global_step - trainer.progress.start_step
     pending = _mean_of_processes(trainer, trainer.train_loss.pending)
     _check_loss(trainer, pending, last_logged)  # the last steps may have been neither logged nor saved

@@ -95,6 +95,9 @@ class EagerStep:
         self.grad_sync.backward(loss)
         return loss.detach()
 
+    def close(self) -> None:
+        """Called when training ends."""
+
 
 def to_device(inputs: Inputs, device: torch.device, unused: Iterable[str] = ()) -> Inputs:
     """`inputs` without the `unused` keys, tensors on `device`; no copy waits for the device."""

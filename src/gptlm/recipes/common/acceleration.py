@@ -31,7 +31,7 @@ class Acceleration:
 
     Attributes:
         flat_grad_sync: one all-reduce or reduce-scatter after backward.
-        cuda_graph: forward and backward of a micro-batch are replayed as a CUDA graph.
+        cuda_graph: forward and backward of a micro-batch are replayed as a CUDA graph of its shape.
     """
 
     flat_grad_sync: bool
@@ -44,19 +44,16 @@ def accelerate(
     model: GPTLMHeadModel,
     deepspeed: dict[str, Any] | None,
     *,
-    compiled: bool,
-    uneven: str | None,
     lengths_vary: bool = False,
+    uneven: str | None = None,
 ) -> Acceleration:
     """Compile `model` and let it multiply in float8 as the flags ask; decide what its trainer does.
 
     Args:
-        compiled: the default of --torch_compile on a GPU.
-        uneven: why batches differ in shape, if they do.
-        lengths_vary: the sequence length is what differs.
+        lengths_vary: the sequence length is not the same in all batches.
+        uneven: why shapes of batches do not repeat, if they do not.
     """
     _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
-    compiled = _compile(run, model, device.type, deepspeed, default=compiled, lengths_vary=lengths_vary)
     parameters = model.num_parameters()
     if run.dims.is_model_parallel:
         parameters = largest_of_all(parameters)  # stages differ in size, and all have to decide alike
@@ -64,8 +61,33 @@ def accelerate(
     if flat:
         logger.info("flat_grad_sync: gradients are reduced once, after backward (--flat_grad_sync 0: during it)")
     is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
-    graph = _use_cuda_graph(run, device.type, compiled=compiled, is_local=is_local, obstacle=uneven)
-    return Acceleration(flat, graph)
+    obstacle = _graph_obstacle(device.type, is_local=is_local, uneven=uneven)
+    is_graph_wanted = run.training.cuda_graphs is not False
+    # without a graph, checking for each block whether its code fits a length costs more time than compiling saves
+    default = not lengths_vary or (obstacle is None and is_graph_wanted)
+    is_compiled = _compile(run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary)
+    if obstacle is None and not is_compiled:
+        obstacle = "the blocks are not compiled (see --torch_compile)"
+    if obstacle is None and is_graph_wanted:
+        logger.info(
+            "forward and backward of a micro-batch are replayed as a CUDA graph, one for each shape "
+            "(--cuda_graphs 0 switches this off)"
+        )
+    elif run.training.cuda_graphs:
+        logger.warning("--cuda_graphs has no effect: %s", obstacle)
+    return Acceleration(flat, obstacle is None and is_graph_wanted)
+
+
+def _graph_obstacle(device: str, *, is_local: bool, uneven: str | None) -> str | None:
+    """Why forward and backward of a micro-batch cannot be replayed as a CUDA graph.
+
+    Args:
+        is_local: they do not communicate with other processes.
+        uneven: why shapes of batches do not repeat, if they do not.
+    """
+    if device != "cuda":
+        return "there is no GPU"
+    return uneven if is_local else "processes communicate during forward and backward"
 
 
 def _compile(
@@ -169,34 +191,6 @@ def check_flat_grad_sync(run: Run, device: Device) -> None:
             f"{named('flat_grad_sync')} 0: a pipeline with {named('amp_master_grad')} needs flat gradient sync, "
             "because DeepSpeed cannot accumulate a pipeline's gradients in float32; leave one of them out"
         )
-
-
-def _use_cuda_graph(run: Run, device: str, *, compiled: bool, is_local: bool, obstacle: str | None = None) -> bool:
-    """Whether forward and backward of a micro-batch are replayed as a CUDA graph, as --cuda_graphs asks.
-
-    Unset, wherever that is possible.
-
-
-    Args:
-        compiled: whether the blocks are.
-        is_local: forward and backward do not communicate with other processes.
-        obstacle: why batches differ in shape, if they do.
-    """
-    wanted = run.training.cuda_graphs
-    if device != "cuda":
-        obstacle = "there is no GPU"
-    elif not is_local:
-        obstacle = "processes communicate during forward and backward"
-    elif not compiled:
-        obstacle = "the blocks are not compiled (see --torch_compile)"
-    if obstacle is None and wanted is not False:
-        logger.info(
-            "forward and backward of a micro-batch are replayed as a CUDA graph (--cuda_graphs 0 switches this off)"
-        )
-        return True
-    if obstacle is not None and wanted:
-        logger.warning("--cuda_graphs has no effect: %s", obstacle)
-    return False
 
 
 def check_float8(run: Run, device: Device) -> None:

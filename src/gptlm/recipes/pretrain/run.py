@@ -73,8 +73,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
     model.transformer.expect_repeated_shapes()
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
         model = model.to(dtype=device.dtype)  # type: ignore[call-arg]
-    uneven = "documents differ in length" if data.document_masking == "attention" else None
-    acceleration = accelerate(run, device, model, job.deepspeed, compiled=True, uneven=uneven)
+    acceleration = accelerate(run, device, model, job.deepspeed)
 
     train_dataset = loader_samples(run, job.mesh, datasets["train"])
     trainer = build_trainer(

@@ -98,8 +98,12 @@ def _run(
     model: Any = make_model(run, tokenizer, job.deepspeed)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
     model.generation_config.eos_token_id = ends
-    uneven = "examples differ in length"
-    acceleration = accelerate(run, device, model, job.deepspeed, compiled=False, uneven=uneven, lengths_vary=True)
+    collate = collator(run, tokenizer, device.type)
+    uneven = (
+        None if collate.shapes_repeat else "batches are as long as their longest example (see --pad_to_multiple_of)"
+    )
+    varies = not run.data.zero_padding
+    acceleration = accelerate(run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, device)
         if resume is None and run.lora.lora_path:
@@ -116,7 +120,7 @@ def _run(
         data_settings={"zero_padding": run.data.zero_padding},
         train_dataset=epochs,
         eval_dataset=evaluation_samples(run, data),
-        data_collator=collator(run, tokenizer, device.type),
+        data_collator=collate,
         processing_class=tokenizer,
         schedule=_schedule(run),
         progress=EpochProgress(epochs),

@@ -83,15 +83,17 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self.added = True
 
     @torch.no_grad()
-    def flat_gradients(self) -> Tensor:
+    def flat_gradients(self, into: Tensor | None = None) -> Tensor:
         """The gradients of all weights in one flat tensor, in their dtype; `.grad` of the weights is cleared.
 
-        The tensor is the accumulation buffer if `gradient_views` was used, else a temporary one.
+        The tensor is the accumulation buffer if `gradient_views` was used, else `into`, a result of an earlier call,
+        or a new one.
         """
         self._idle = {number for number, weight in enumerate(self.weights) if weight.grad is None}
-        flat = self._zeros(self.weights[0].dtype) if self._placed is None else self._placed
+        given = into if self._placed is None else self._placed
+        flat = self._zeros(self.weights[0].dtype) if given is None else given
         views = self.gradient_views if flat is self._placed else self._views(flat)
-        flatten_gradients(views, self.weights, zero=flat is not self._placed)
+        flatten_gradients(views, self.weights, zero=given is None)
         return flat
 
     @torch.no_grad()

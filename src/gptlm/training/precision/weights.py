@@ -100,8 +100,8 @@ class MasterWeights(Float32Weights):
     def views(self) -> list[Tensor]:
         return self.optimizer.gradient_views
 
-    def flatten(self) -> Tensor:
-        return self.optimizer.flat_gradients()
+    def flatten(self, into: Tensor | None = None) -> Tensor:
+        return self.optimizer.flat_gradients(into)
 
     def accumulate_gradients(self) -> None:
         if self.float32_sums:
