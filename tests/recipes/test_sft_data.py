@@ -21,7 +21,7 @@ from gptlm.data import row_building
 from gptlm.data.chat_template import ChatTemplate
 from gptlm.data.conversations import PlainHeadings
 from gptlm.data.examples import read_examples, read_records
-from gptlm.data.row_building import RowSettings, build_rows
+from gptlm.data.row_building import RowBuilder, RowSettings, build_rows
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.data.stored_rows import StoredRows
 from gptlm.errors import GptlmError
@@ -91,6 +91,8 @@ def test_rows_from_arrow_are_those_of_the_encoder(model, tmp_path, template, mor
     rows = StoredRows(tmp_path / "rows")
     same(rows, wanted)
     same(pickle.loads(pickle.dumps(rows)), wanted)
+    for builder in (RowBuilder(settings), pickle.loads(pickle.dumps(RowBuilder(settings)))):  # as in a worker process
+        assert [builder(batch).rows for batch in source.batches()] == rows.batches
     assert rows.lengths.tolist() == [len(row.ids) for row in wanted]
     assert rows.targets.tolist() == [row.loss_mask.sum() for row in wanted]
     table = datasets.Dataset.from_file(str(tmp_path / "rows"))

@@ -6,24 +6,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import tokenizers
-import transformers
-from transformers import PreTrainedTokenizerBase
 
-from gptlm.data.chat_template import ChatTemplate
+from gptlm.data.bare_tokenizer import BareTokenizer
 from gptlm.data.conversations import Chat, PlainHeadings, first_text, written_texts
 from gptlm.data.documents import Batch
 from gptlm.data.encoder import special_tokens
-from gptlm.data.examples import read_examples, records_of
+from gptlm.data.examples import Renderer, read_examples, records_of
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.data.stored_rows import SCHEMA, to_arrow
 from gptlm.data.workers import Workers
 from gptlm.errors import GptlmError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1  # of the files; other ones are built again
 BYTES_PER_WORKER = 8 << 20  # less text is not worth a process
@@ -34,11 +35,12 @@ class RowSettings:
     """Everything that makes rows of records.
 
     Attributes:
+        tokenizer: in worker processes a `BareTokenizer` where there is no chat template.
         vocab_size: ids that the model has a row for.
         questions: see `read_examples`.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     lengths: Lengths
     vocab_size: int
     train_on_prompt: bool = False
@@ -61,8 +63,8 @@ class RowSettings:
             "format": FORMAT,
             "lengths": asdict(self.lengths),
             "tokenizer": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-            "tokenizers": tokenizers.__version__,
-            "transformers": transformers.__version__,
+            "tokenizers": version("tokenizers"),
+            "transformers": version("transformers"),
             "date": time.strftime("%Y-%m-%d") if "strftime_now" in template else "",  # the template writes it
         }
 
@@ -113,18 +115,20 @@ class Built:
 
 
 class RowBuilder:
-    """Makes rows of a batch of records. A worker process gets the settings only."""
+    """Makes rows of a batch of records. Worker processes get the settings, and of the tokenizer only what they need."""
 
     def __init__(self, settings: RowSettings):
         self.settings = settings
         tokenizer = settings.tokenizer
-        self.render = ChatTemplate(tokenizer) if tokenizer.chat_template else PlainHeadings()
+        self.render = _renderer(tokenizer)
         self.encoder = _encoder(settings)
         looks = not settings.allow_special_tokens and not settings.paddle_compat
         self.pattern = special_tokens(tokenizer) if looks else None
 
     def __reduce__(self) -> tuple:
-        return RowBuilder, (self.settings,)
+        tokenizer = self.settings.tokenizer
+        bare: Any = tokenizer if tokenizer.chat_template else BareTokenizer.of(tokenizer)
+        return RowBuilder, (replace(self.settings, tokenizer=bare),)
 
     def __call__(self, batch: Batch) -> Built:
         found = read_examples(records_of(batch), self.render, questions=self.settings.questions)
@@ -141,6 +145,14 @@ class RowBuilder:
             if facts.first_surplus is None and highest >= self.settings.vocab_size:
                 facts.first_surplus = number, highest, first_text(example)
         return Built(to_arrow(rows, special), facts, batch.read)
+
+
+def _renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
+    if not tokenizer.chat_template:
+        return PlainHeadings()
+    from gptlm.data.chat_template import ChatTemplate  # imports transformers
+
+    return ChatTemplate(tokenizer)
 
 
 def _encoder(settings: RowSettings) -> Encoder | PaddleEncoder:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from gptlm.data.conversations import Chat, Content, Example, Span, Turn
 from gptlm.data.encoder import special_tokens
+
+if TYPE_CHECKING:  # worker processes import this module, and transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 1000  # examples that are encoded together; bounds the memory of the offsets
 PADDLE_END = " </s>"  # PaddleNLP's end of text, literal text that becomes several ids
@@ -346,7 +348,7 @@ class PaddleEncoder:
         return prompt[: budget - len(kept)] + kept, target
 
 
-def text_encoder(tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> Encode:
+def text_encoder(tokenizer: "PreTrainedTokenizerBase", allow_special_tokens: bool = False) -> Encode:
     """Encodes texts without adding special tokens.
 
     Args:

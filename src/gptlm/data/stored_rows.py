@@ -68,6 +68,7 @@ class StoredRows(Sequence[Row]):
     """The rows in `path`, none if it is None. Only a few numbers of each row are in memory.
 
     Attributes:
+        batches: the columns, in parts.
         lengths: (n,) ids of each row.
         targets: (n,) ids of each that are targets.
         skipped_turns, truncated_prompts, truncated_responses: (n,) as in `Row`.
@@ -80,16 +81,16 @@ class StoredRows(Sequence[Row]):
     def __init__(self, path: str | Path | None):
         self.path = path and str(path)
         stream = pa.ipc.open_stream(pa.memory_map(self.path)) if self.path else []
-        self._batches: list[pa.RecordBatch] = list(stream)
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self._ids = [_views(batch.column("ids")) for batch in self._batches]
-        self._runs = [_views(batch.column("targets")) for batch in self._batches]
+        self.batches: list[pa.RecordBatch] = list(stream)
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
+        self._ids = [_views(batch.column("ids")) for batch in self.batches]
+        self._runs = [_views(batch.column("targets")) for batch in self.batches]
         self.lengths = _joined([np.diff(offsets) for offsets, _ in self._ids])
         self.targets = _joined([_sums(offsets, runs) for offsets, runs in self._runs])
         self._prompt_lengths, self.skipped_turns, self.truncated_prompts, self.truncated_responses = (
-            _joined([batch.column(name).to_numpy() for batch in self._batches]) for name in NUMBERS
+            _joined([batch.column(name).to_numpy() for batch in self.batches]) for name in NUMBERS
         )
-        ends = [batch.column("end_id").fill_null(NO_END).to_numpy() for batch in self._batches]
+        ends = [batch.column("end_id").fill_null(NO_END).to_numpy() for batch in self.batches]
         self.end_ids = _joined(ends)
 
     def __reduce__(self) -> tuple:
@@ -101,7 +102,7 @@ class StoredRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         number = range(len(self))[index]
         batch, place = self._find(number)
-        columns = self._batches[batch]
+        columns = self.batches[batch]
         places, texts = (columns.column(name)[place].as_py() for name in ("places", "texts"))
         end_id = int(self.end_ids[number])
         return Row(
@@ -132,7 +133,7 @@ class StoredRows(Sequence[Row]):
     def special_tokens(self, examples: range) -> list[str]:
         """The special token in the texts of each of `examples` that has one."""
         found: list[str] = []
-        for start, batch in zip(self._starts.tolist(), self._batches, strict=False):
+        for start, batch in zip(self._starts.tolist(), self.batches, strict=False):
             a, b = max(examples.start - start, 0), min(examples.stop - start, batch.num_rows)
             if a < b:
                 found += batch.column("special").slice(a, b - a).drop_null().to_pylist()
