@@ -32,6 +32,7 @@ OURS = {  # names -> flags
     "ours": "--bf16 --fp16_opt_level O2",
     "ours eager": "--bf16 --fp16_opt_level O2 --torch_compile 0",
     "ours no graphs": "--bf16 --fp16_opt_level O2 --cuda_graphs 0",
+    "ours documents": "--bf16 --fp16_opt_level O2 --document_masking attention",
     "ours fp8": "--bf16 --fp16_opt_level O2 --fp8",
     "ours O1": "--bf16",
     "ours fp16": "--fp16 --fp16_opt_level O2",
