@@ -1,7 +1,8 @@
 """The decode loop: prompts wait for a slot of a static key-value cache, all slots get a token per step.
 
 On a GPU a step is one CUDA graph, so that Python launches once per token. It is captured from the kernels of the plain
-modules, which takes as long as a few steps; adapters and all else in a module are part of it.
+modules, which takes as long as a few steps; adapters and all else in a module are part of it. For one row there are
+kernels of its own (single_row.py).
 
 There the host looks at new tokens every few steps only. A row that has ended in between is continued, and then cut.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.inference.sampling import NextToken, Sampling
+from gptlm.inference.single_row import single_row, supports_single_row
 from gptlm.inference.slots import Prefill, Slots
 from gptlm.kernels.output_layer import padded_rows
 from gptlm.model.build import check_finite
@@ -151,6 +153,7 @@ class _Batch:
         self._active = torch.zeros_like(self._starts)  # 1, or 0 for an empty slot
         self._largest = torch.zeros(count, device=device)  # 0, or NaN once logits were not finite
         self._back = torch.arange(self.steps - 1, -1, -1, device=device)
+        self._plain = supports_single_row(network)
         self._lengths: list[int | None] = [None] * count  # those of the cache, as the host knows them
         # The head's rows are padded once, not at each step. It may be a module of PEFT.
         plain = self.on_gpu and type(network.lm_head) is nn.Linear
@@ -231,7 +234,10 @@ class _Batch:
         cache = self._cache
         cache.begin(lengths)
         tokens = self._ids.gather(1, cache.lengths[:, None])
-        hidden = self._hidden(tokens, cache.lengths[:, None], cache)[:, 0]
+        if self.count == 1 and self._plain:
+            hidden = single_row(self.network.transformer, tokens, cache.lengths[:, None], cache)[:, 0]
+        else:
+            hidden = self._hidden(tokens, cache.lengths[:, None], cache)[:, 0]
         if self._head is None:
             logits = self.network.lm_head(hidden)
         else:

@@ -116,6 +116,7 @@ def continue_rows(
     stop_at_eol: bool = False,
     graph: bool = True,
     sharded: bool = False,
+    decoder: Decoder | None = None,
 ) -> Iterator[list[int]]:
     """The new ids of each row, in order, without the one that ends it; `num_return_sequences` for each row.
 
@@ -127,20 +128,21 @@ def continue_rows(
         batch_size: rows that are continued at the same time.
         graph: replay steps as a CUDA graph, on a GPU.
         sharded: the processes gather weights together, so each has to run the model equally often.
+        decoder: from `batch_decoder` for these rows and settings, to be used once more.
 
     Raises:
         GptlmError: if the logits are not finite.
     """
-    stops, never = stop_ids(model, tokenizer, stop_at_eol), unknown_ids(model, tokenizer)
+    stops = stop_ids(model, tokenizer, stop_at_eol)
     if sharded or sampling.num_beams > 1:
-        options = generate_options(tokenizer, sampling, stops, never)
+        options = generate_options(tokenizer, sampling, stops, unknown_ids(model, tokenizer))
         yield from _continue_by_transformers(model, rows, options, stops, batch_size, max_new_tokens)
         return
     if not rows:
         return
-    capacity = min(model.config.n_positions, max(map(len, rows)) + max_new_tokens)
     copies = sampling.num_return_sequences
-    decoder = Decoder(model, slots=batch_size * copies, capacity=capacity, never=never, graph=graph)
+    slots = batch_size * copies
+    decoder = decoder or batch_decoder(model, tokenizer, rows, max_new_tokens, slots=slots, graph=graph)
     repeated = [row for row in rows for _ in range(copies)]
     done: dict[int, list[int]] = {}
     following = 0
@@ -150,6 +152,20 @@ def continue_rows(
         while following in done:
             yield done.pop(following)
             following += 1
+
+
+def batch_decoder(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    slots: int,
+    graph: bool = True,
+) -> Decoder:
+    """A decoder for `rows`, with `slots` of them at the same time."""
+    capacity = min(model.config.n_positions, max(map(len, rows)) + max_new_tokens)
+    return Decoder(model, slots=slots, capacity=capacity, never=unknown_ids(model, tokenizer), graph=graph)
 
 
 def _continue_by_transformers(
@@ -285,7 +301,7 @@ class Stream:
     generation.
 
     Args:
-        decoder: from `stream_decoder`; streams of a model should share it.
+        decoder: with one slot, as from `stream_decoder`; streams of a model should share it.
 
     Attributes:
         ids: new ids so far, without the one that ended the text.

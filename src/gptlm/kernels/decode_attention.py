@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 128  # that keep a GPU busy; more parts of a row cost more to combine
-KEYS = 64  # that a program reads at once
+PROGRAMS = 512  # that keep a GPU busy; more parts of a row cost more to combine
+MOST_PARTS = 16
+KEYS = 32  # that a program reads at once
+LOWEST = -1e30  # a score below all others; with infinity, inf - inf would be NaN
 
 
 class DecodeAttention:
@@ -23,7 +25,7 @@ class DecodeAttention:
     """
 
     def __init__(self, rows: int, heads: int, width: int, device: torch.device):
-        self.parts = max(1, min(8, PROGRAMS // triton.next_power_of_2(rows * heads)))
+        self.parts = max(1, min(MOST_PARTS, PROGRAMS // triton.next_power_of_2(rows * heads)))
         self.padded = triton.next_power_of_2(width)
         self.partial = torch.empty((rows, heads, self.parts, self.padded + 2), device=device)
         self.arrived = torch.zeros((rows, heads), dtype=torch.int32, device=device)  # programs, 0 between calls
@@ -46,6 +48,7 @@ class DecodeAttention:
             PADDED=self.padded,
             KEYS=KEYS,
             PARTS=self.parts,
+            LOWEST=LOWEST,
             num_warps=4,
         )
         return out.transpose(1, 2)
@@ -71,6 +74,7 @@ def _attend_one(
     PADDED: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
@@ -81,34 +85,42 @@ def _attend_one(
     k = tl.load(k_in + given, mask=inside, other=0.0)
     v = tl.load(v_in + given, mask=inside, other=0.0)
     stored = (row * heads + head) * places * WIDTH
-    # every part begins with the score of the new token, the first one also with its value
-    largest = tl.sum(q * k.to(tl.float32), 0)
     if part == 0:
         tl.store(keys + stored + length * WIDTH + e, k, mask=inside)
         tl.store(values + stored + length * WIDTH + e, v, mask=inside)
-    total = tl.where(part == 0, 1.0, 0.0)
-    summed = tl.where(part == 0, v.to(tl.float32), 0.0)
+    # Keys KEYS apart share a running maximum and sum, so that the loop reduces over the width only.
+    lane = tl.arange(0, KEYS)
+    largest = tl.full([KEYS], LOWEST, tl.float32)
+    total = tl.zeros([KEYS], tl.float32)
+    summed = tl.zeros([KEYS, PADDED], tl.float32)
     for start in range(part * KEYS, length, KEYS * PARTS):
-        n = start + tl.arange(0, KEYS)
+        n = start + lane
         at = stored + n[:, None] * WIDTH + e[None, :]
         mask = (n < length)[:, None] & inside[None, :]
         some_keys = tl.load(keys + at, mask=mask, other=0.0).to(tl.float32)
         some_values = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
-        scores = tl.where(n < length, tl.sum(some_keys * q[None, :], 1), float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 0))
-        weights = tl.exp(scores - larger)
+        scores = tl.where(n < length, tl.sum(some_keys * q[None, :], 1), LOWEST)
+        larger = tl.maximum(largest, scores)
+        weights = tl.where(n < length, tl.exp(scores - larger), 0.0)
         earlier = tl.exp(largest - larger)
-        total = total * earlier + tl.sum(weights, 0)
-        summed = summed * earlier + tl.sum(weights[:, None] * some_values, 0)
+        total = total * earlier + weights
+        summed = summed * earlier[:, None] + weights[:, None] * some_values
         largest = larger
+    # the new token's key is in the maximum of each part, its value in the first part's sum
+    score = tl.sum(q * k.to(tl.float32), 0)
+    top = tl.maximum(tl.max(largest, 0), score)
+    factors = tl.exp(largest - top)
+    weight = tl.where(part == 0, tl.exp(score - top), 0.0)
+    part_total = tl.sum(total * factors, 0) + weight
+    part_sum = tl.sum(summed * factors[:, None], 0) + weight * v.to(tl.float32)
     result = out + (row * heads + head) * WIDTH + e
     if PARTS == 1:
-        tl.store(result, (summed / total).to(out.dtype.element_ty), mask=inside)
+        tl.store(result, (part_sum / part_total).to(out.dtype.element_ty), mask=inside)
     else:
         own = partial + ((row * heads + head) * PARTS + part) * (PADDED + 2)
-        tl.store(own + e, summed)
-        tl.store(own + PADDED, largest)
-        tl.store(own + PADDED + 1, total)
+        tl.store(own + e, part_sum)
+        tl.store(own + PADDED, top)
+        tl.store(own + PADDED + 1, part_total)
         tl.debug_barrier()  # all threads have stored before the count tells it
         count = tl.atomic_add(arrived + row * heads + head, 1, sem="acq_rel")
         if count == PARTS - 1:
@@ -117,7 +129,7 @@ def _attend_one(
             maxima = tl.load(all_parts + PADDED, volatile=True)
             totals = tl.load(all_parts + PADDED + 1, volatile=True)
             sums = tl.load(all_parts[:, None] + e[None, :], volatile=True)
-            factors = tl.exp(maxima - tl.max(maxima, 0))
+            shares = tl.exp(maxima - tl.max(maxima, 0))
             tl.store(arrived + row * heads + head, 0)
-            combined = tl.sum(sums * factors[:, None], 0) / tl.sum(totals * factors, 0)
+            combined = tl.sum(sums * shares[:, None], 0) / tl.sum(totals * shares, 0)
             tl.store(result, combined.to(out.dtype.element_ty), mask=inside)

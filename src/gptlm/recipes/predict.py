@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.args.inference import DEFAULT_PROMPTS, PredictArguments
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
-from gptlm.inference.generation import Stream, check_rows, continue_rows, encode_prompts, stream_decoder, text_of
+from gptlm.inference.generation import Stream, batch_decoder, check_rows, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import find_model, load_for_inference
 from gptlm.inference.sampling import Sampling
 from gptlm.model.gpt import GPTLMHeadModel
@@ -49,18 +49,22 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     )
     check_rows(rows, model.config.n_positions, model.config.vocab_size, arguments.tgt_length, names)
     built_in = prompts == list(DEFAULT_PROMPTS)  # PaddleNLP's two questions, whose answers end with the line
-    settings = {
+    settings: dict[str, Any] = {
+        "batch_size": arguments.batch_size,
         "max_new_tokens": arguments.tgt_length,
         "sampling": sampling_of(arguments),
         "stop_at_eol": built_in if arguments.stop_at_eol is None else arguments.stop_at_eol,
     }
-    graph = uses_graph(arguments, model)
+    graph, slots = uses_graph(arguments, model), arguments.batch_size * arguments.num_return_sequences
+    if arguments.num_beams == 1:
+        decoder = batch_decoder(model, tokenizer, rows, arguments.tgt_length, slots=slots, graph=graph)
+        settings["decoder"] = decoder
     with doing("generating"):
-        # The first call is slow (kernels are chosen and loaded); it is not part of the measured speed.
-        first = [rows[0][:1]] * min(arguments.batch_size, len(rows))
-        list(continue_rows(model, tokenizer, first, batch_size=arguments.batch_size, max_new_tokens=1, graph=graph))
+        # The first call is slow (kernels are chosen, loaded and captured); it is not part of the measured speed.
+        first = [rows[0][:2]] * min(arguments.batch_size, len(rows))
+        list(continue_rows(model, tokenizer, first, **settings | {"max_new_tokens": 1}))
         torch.manual_seed(arguments.seed)
-        texts = _timed(_printed(model, tokenizer, rows, arguments, settings, graph=graph))
+        texts = _timed(_printed(model, tokenizer, rows, settings))
     if output:
         _write(output, [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)], texts)
     return texts
@@ -118,22 +122,21 @@ def _printed(
     model: GPTLMHeadModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[list[int]],
-    arguments: PredictArguments,
     settings: dict[str, Any],
-    *,
-    graph: bool,
 ) -> Iterator[tuple[str, int]]:
     """Print each continuation and yield it with its number of tokens; on a terminal single ones are streamed."""
-    single = arguments.batch_size == arguments.num_beams == arguments.num_return_sequences == 1
+    sampling = settings["sampling"]
+    single = settings["batch_size"] == sampling.num_beams == sampling.num_return_sequences == 1
     if not (single and sys.stdout.isatty()):
-        for ids in continue_rows(model, tokenizer, rows, batch_size=arguments.batch_size, graph=graph, **settings):
+        for ids in continue_rows(model, tokenizer, rows, **settings):
             text = text_of(tokenizer, ids)
             print(text, flush=True)
             yield text, len(ids)
         return
-    decoder = stream_decoder(model, tokenizer, graph)
+    names = ("max_new_tokens", "sampling", "stop_at_eol")
     for row in rows:
-        stream, pieces = Stream(decoder, tokenizer, row, **settings), []
+        stream = Stream(settings["decoder"], tokenizer, row, **{name: settings[name] for name in names})
+        pieces = []
         for piece in stream:
             print(piece, end="", flush=True)
             pieces.append(piece)
