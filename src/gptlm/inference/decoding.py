@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.inference.sampling import NextToken, Sampling
 from gptlm.inference.single_row import single_row, supports_single_row
 from gptlm.inference.slots import Prefill, Slots
-from gptlm.kernels.output_layer import padded_rows
+from gptlm.kernels.output_layer import OutputLayer, padded_rows
 from gptlm.model.build import check_finite
 
 STEPS = 8  # on a GPU, between two looks at the new tokens
@@ -156,13 +156,16 @@ class _Batch:
         self._plain = supports_single_row(network)
         self._lengths: list[int | None] = [None] * count  # those of the cache, as the host knows them
         # The head's rows are padded once, not at each step. It may be a module of PEFT.
-        plain = self.on_gpu and type(network.lm_head) is nn.Linear
+        plain = self.on_gpu and type(network.lm_head) is OutputLayer
         self._head = padded_rows(network.lm_head.weight.detach()) if plain else None
 
     @torch.inference_mode()
     def start(self, choose: NextToken) -> None:
         """Empty all slots, and capture a step if it is another one than before."""
         self.clear(range(self.count))
+        entries = self.network.config.vocab_size
+        if self._head is not None and len(self._head) > entries:  # a copy, which weights may have left behind
+            self._head[:entries].copy_(self.network.lm_head.weight)
         self._largest.zero_()
         if choose is not self._choose:
             self._choose, self._graph = choose, None
