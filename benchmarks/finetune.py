@@ -7,8 +7,11 @@ Model and rows are random and made on the spot (`made.py`): vocabulary 50257, GP
 to 575 tokens, 308 on average. Ours is `gptlm sft` as users run it, logging every 10 steps; the others are in
 `peers.py`. TRL comes with `pip install -e '.[benchmark]'`. Tokens are those of rows, without padding; rows per second
 are tokens per second over a row's mean tokens, also where several rows share a pack. A speed is the median over means
-of 10 (ours) or 5 steps, after the first third. "pretrain" rows are `gptlm pretrain` with the same tokens per step and
-dropout.
+of 10 steps after step 20 (ours), or of 5 steps after the first third (the others). "pretrain" rows are `gptlm pretrain`
+with the same tokens per step and dropout.
+
+All of ours start together, because imports and compilation take longer than a measurement. After 15 steps each waits
+until it has the machine for itself.
 
 NAME may be a row or a group: full, lora, pretrain, ours, stock, trl. Without --tiny a GPU is needed.
 """
@@ -20,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -71,7 +75,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: does every row run?")
     arguments = parser.parse_args()
     if arguments.tiny:  # batches of other sizes would take minutes
-        arguments.size, arguments.micro, arguments.length, arguments.steps = "tiny", 2, 128, 15
+        arguments.size, arguments.micro, arguments.length, arguments.steps = "tiny", 2, 128, 30
     count = 60 if arguments.tiny else 1600
     rows = chosen(arguments.only)
     print_machine(arguments, f"{arguments.size}, micro-batch {arguments.micro} x {arguments.length}")
@@ -81,6 +85,8 @@ def main() -> None:
         if not arguments.model:
             make_model(model, arguments.size, arguments.tokenizer)
         mean = make_rows(folder / "sft", Words(model), count, arguments.length)
+        if any(row.startswith("pretrain") for row in rows):
+            write_data(folder / "data" / "c")
         print(f"{count} rows of {mean:.1f} tokens on average\n", flush=True)
         speeds = {}
         for row, result in measured(folder, model, rows, arguments):
@@ -111,27 +117,37 @@ def print_machine(arguments: argparse.Namespace, what: str) -> None:
 def measured(
     folder: Path, model: Path, rows: list[str], arguments: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Start all of `rows`; yields each with its result when it has had the machine for itself."""
     words: list[Any] = ["--rows", folder / "sft" / "train.json", "--steps", max(20, arguments.steps * 2 // 3)]
     words += ["--micro", arguments.micro, "--length", arguments.length]
     with Peers(model, [row for row in rows if row in PEERS], words, tiny=arguments.tiny) as others:
-        for row in rows:
-            if row in OURS:
-                yield row, ours(folder, model, row, arguments)
+        started = {
+            row: Gated(folder / row.replace(" ", "_"), ours(folder, model, row, arguments))
+            for row in rows
+            if row in OURS
+        }
+        try:
+            for run in started.values():
+                run.wait_until_ready()
+            for row, run in started.items():
+                yield row, run.result()
+        finally:
+            for run in started.values():
+                run.process.kill()
         yield from others.results()
 
 
-def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> list[str]:
+    """The words of timed.py."""
     command, *flags = OURS[row].split()
     precision = "--device cpu" if arguments.tiny else "--bf16 --fp16_opt_level O2"
     words = (
-        f"--output_dir {folder}/out --overwrite_output_dir --do_train --max_steps {arguments.steps} "
-        f"--logging_steps {5 if arguments.tiny else 10} --save_strategy no --disable_tqdm 1 --report_to none "
+        f"--output_dir {folder}/out_{row.replace(' ', '_')} --overwrite_output_dir --do_train "
+        f"--max_steps {arguments.steps} --logging_steps 10 --save_strategy no --disable_tqdm 1 --report_to none "
         f"--per_device_train_batch_size {arguments.micro} --learning_rate 1e-5 {precision} {arguments.more}"
     ).split()
     if command == "pretrain":
         layers, width, heads, positions = SIZES[arguments.size]
-        if not (folder / "data").exists():
-            write_data(folder / "data" / "c")
         flags += (
             f"--num_hidden_layers {layers} --hidden_size {width} --num_attention_heads {heads} --vocab_size 50257 "
             f"--max_position_embeddings {positions} --max_seq_length {arguments.length} --split 1,0,0 "
@@ -142,7 +158,35 @@ def ours(folder: Path, model: Path, row: str, arguments: argparse.Namespace) -> 
             f"--model_name_or_path {model} --dataset_name_or_path {folder}/sft --max_length {arguments.length} "
             f"--src_length {arguments.length * 8 // 10} --tgt_length {arguments.length * 2 // 10}"
         ).split()
-    return timed(folder, [command, *words, *flags])[0]
+    return [command, *words, *flags]
+
+
+class Gated:
+    """A run of timed.py that waits after its first steps.
+
+    Args:
+        gate: path of its files: the times, and the marks for which both sides wait.
+    """
+
+    def __init__(self, gate: Path, words: list[str]):
+        self.gate, self.words = gate, words
+        self.output = open(f"{gate}.log", "w+")
+        environment = {**os.environ, "GPTLM_STEP_TIMES": f"{gate}.json", "GPTLM_GATE": str(gate)}
+        command = [sys.executable, str(ROOT / "benchmarks" / "timed.py"), *words]
+        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=environment)
+
+    def wait_until_ready(self) -> None:
+        while self.process.poll() is None and not Path(f"{self.gate}.ready").exists():
+            time.sleep(0.05)
+
+    def result(self) -> dict[str, Any]:
+        """Let it run to its end; its times, empty if it failed."""
+        Path(f"{self.gate}.go").touch()
+        if self.process.wait():
+            self.output.seek(0)
+            print(" ".join(self.words), "failed", self.output.read()[-3000:], file=sys.stderr)
+            return {}
+        return json.loads(Path(f"{self.gate}.json").read_text())
 
 
 def timed(folder: Path, words: list[str]) -> tuple[dict[str, Any], str]:
@@ -203,7 +247,7 @@ class Peers:
 def print_row(row: str, result: dict[str, Any], mean: float) -> float:
     """Print it; returns its tokens per second."""
     speeds = result["tokens_per_second"]
-    tokens = statistics.median(speeds[len(speeds) // 3 :])
+    tokens = statistics.median(speeds[len(speeds) // 3 :] if row in PEERS else speeds)
     rows = "" if row.startswith("pretrain") else f"{tokens / mean:8.1f} rows/s"
     print(
         f"{row:<24}{rows:>16}{tokens:>12,.0f} tokens/s  {result.get('memory', 0):6.2f} GiB"

@@ -1,7 +1,8 @@
 """`gptlm COMMAND` with a timer, for the other benchmarks: `timed.py COMMAND [flags]`.
 
 $GPTLM_STEP_TIMES names the file for the times: see `Timer` for training, `timed_scores` for `evaluate`. With
-GPTLM_PROFILE=FILE training writes a profile.
+GPTLM_PROFILE=FILE training writes a profile. With GPTLM_GATE=FILE training creates FILE.ready after step 15 and waits
+until FILE.go exists, so that several runs start together and are measured one after the other.
 """
 
 import json
@@ -19,14 +20,15 @@ from gptlm.cli import main
 from gptlm.ranks import is_main_process
 
 START = time.perf_counter()
+GATE = 15  # step
 
 
 class Timer(TrainerCallback):
     """Notes seconds per step (means of ten), seconds to the end of the first, and our log's tokens per second."""
 
     def __init__(self) -> None:
-        self.first = 0.0
         self.marks: list[float] = []
+        self.waited = False
         self.tokens_per_second: list[float] = []
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -34,15 +36,31 @@ class Timer(TrainerCallback):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
+        if state.global_step == GATE and "GPTLM_GATE" in os.environ:
+            wait_at(os.environ["GPTLM_GATE"])
+            self.tokens_per_second = []
+            self.waited = True
 
     def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "interval_tokens_per_second_per_device" in logs:
+        if self.waited:  # within this interval
+            self.waited = False
+        elif "interval_tokens_per_second_per_device" in logs:
             self.tokens_per_second.append(logs["interval_tokens_per_second_per_device"])
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         seconds = [(b - a) / 10 for a, b in zip(self.marks[1:], self.marks[2:], strict=False)]
         first = self.marks[0] - START if self.marks else 0.0
         write({"seconds": seconds, "first": first, "tokens_per_second": self.tokens_per_second})
+        if "GPTLM_GATE" in os.environ:
+            os._exit(0)  # without saving the model
+
+
+def wait_at(gate: str) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    Path(f"{gate}.ready").touch()
+    while not Path(f"{gate}.go").exists():
+        time.sleep(0.02)
 
 
 class Profile(TrainerCallback):
