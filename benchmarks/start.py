@@ -5,7 +5,8 @@
 A tiny model (2 layers of 64, 1,000 entries) and tiny data, made by this script. "first" is the time until the line with
 the first result is read: one token of `predict`, the scores of one batch of `evaluate`, the log of the first training
 step. "all" is the time until the process has ended. "CPU" is user and system time of the whole process, which other
-load on the machine changes least. Rounds are interleaved, after one of warm-up; medians.
+load on the machine changes least. "GPT2LMHeadModel" and "Trainer" are the imports of these classes of transformers
+alone. Rounds are interleaved, after one of warm-up; medians.
 """
 
 import argparse
@@ -22,6 +23,10 @@ from made import Words, make_model, make_rows
 from strategies import write_data
 
 IMPORTS = "import torch, transformers"
+FLOORS = {  # what transformers' own model and Trainer take, without any work
+    "GPT2LMHeadModel": f"{IMPORTS}; transformers.GPT2LMHeadModel",
+    "Trainer": f"{IMPORTS}; transformers.GPT2LMHeadModel, transformers.Trainer",
+}
 COMMANDS = {  # name -> what the first line with a result contains, flags; {} is the folder
     "predict": ("", "--model_name_or_path {0}/model --prompt Hello --tgt_length 1"),
     "evaluate": ("acc", "--model_name_or_path {0}/model --task LAMBADA --eval_path {0}/lambada.jsonl"),
@@ -54,7 +59,7 @@ def main() -> None:
         make_rows(folder / "sft", words, 20, 64)
         (folder / "lambada.jsonl").write_text(json.dumps({"text": words.text(20, 20)[1:]}) + "\n")
         write_data(folder / "data" / "c", 1000)
-        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (IMPORTS, *arguments.only)}
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (IMPORTS, *FLOORS, *arguments.only)}
         for _ in range(arguments.rounds + 1):
             for row in found:
                 found[row].append(measure(row, folder, gpu=arguments.gpu))
@@ -70,8 +75,8 @@ def main() -> None:
 
 def measure(row: str, folder: Path, *, gpu: bool) -> tuple[float, float, float]:
     """Seconds to the first result, to the end, and of CPU time."""
-    awaited, command = None, ["-c", IMPORTS]
-    if row != IMPORTS:
+    awaited, command = None, ["-c", FLOORS.get(row, IMPORTS)]
+    if row in COMMANDS:
         awaited, flags = COMMANDS[row]
         command = ["-m", "gptlm", *((row,) if not row.startswith("-") else ("pretrain", row))]
         command += flags.format(folder).split()

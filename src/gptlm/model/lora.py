@@ -8,11 +8,10 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCardData
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -24,6 +23,9 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.quiet import warnings_ignored
 from gptlm.upstream.peft import keep_trained_rows
+
+if TYPE_CHECKING:
+    from peft import PeftModel  # slow to import, and a model without adapters does not need it
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def add_adapters(
     base: str,
     new_tokens: Sequence[int] = (),
     base_fingerprint: str | None = None,
-) -> PeftModel:
+) -> "PeftModel":
     """`model` with new adapters as its only trainable parameters. B starts at zero, so the output does not change.
 
     Args:
@@ -54,6 +56,8 @@ def add_adapters(
         new_tokens: rows of the embedding that are trained and saved as well.
         base_fingerprint: of the base model's weights (see `fingerprint_of`), for the saved file.
     """
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -125,6 +129,8 @@ def merge_adapters(model: GPTLMHeadModel, folder: Path, entries: int | None = No
     Raises:
         GptlmError: if the adapters cannot be read, or are of another model.
     """
+    from peft import PeftModel
+
     read_adapter_config(folder)
     if entries is not None and entries > model.config.vocab_size:
         model.resize_token_embeddings(entries, mean_resizing=False)
@@ -146,8 +152,10 @@ def merge_adapters(model: GPTLMHeadModel, folder: Path, entries: int | None = No
     return adapted.merge_and_unload()  # type: ignore[operator]
 
 
-def save_adapters(model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
+def save_adapters(model: "PeftModel", weights: dict[str, Tensor], folder: Path) -> None:
     """Write the adapters of `model` into `folder`; `weights` are its full trainable parameters by name."""
+    from peft import get_peft_model_state_dict
+
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     fingerprint = getattr(model, "base_fingerprint", None)

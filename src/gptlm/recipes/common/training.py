@@ -44,6 +44,7 @@ from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
 from gptlm.training.step import EagerStep
 from gptlm.training.trainer import GPTTrainer
+from gptlm.upstream.accelerate import unwrap_without_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ def build_trainer(
         given: data, metrics, progress and schedule of the recipe.
     """
     training = run.training
+    unwrap_without_deepspeed()
     given.setdefault("metrics", LossMetrics(run.evaluated))
     manifest = {"order": order, "settings": settings(run) | data_settings}
     if job.resume is not None:
