@@ -19,6 +19,7 @@ def quiet_libraries() -> None:
     if not sys.warnoptions:  # else the user asked for them: python -W, PYTHONWARNINGS
         for kind in FOR_PROGRAMMERS:
             warnings.filterwarnings("ignore", category=kind)
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # the compiler, about few tokens
     if not sys.stderr.isatty():
         for name in NO_BARS:
             os.environ.setdefault(name, "1")
