@@ -36,6 +36,11 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
             block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
         else:
             block.compile(dynamic=dynamic, options=options)
+    compile_loss(model)
+
+
+def compile_loss(model: Any) -> None:
+    """Compile the loss of `model` at its first use."""
     # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
     chunk, scores = torch.compile(chunk_loss), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
