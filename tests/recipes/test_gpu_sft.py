@@ -16,9 +16,10 @@ pytestmark = [
 ]
 BASE = (
     "--max_steps 12 --per_device_train_batch_size 2 --per_device_eval_batch_size 3 --logging_steps 1 --save_steps 6 "
-    "--eval_steps 5 --learning_rate 1e-2 --device gpu --disable_tqdm --report_to none --do_train --do_eval "
-    "--evaluation_strategy steps --generate_num 2 --tgt_length 16 --bf16 --fp16_opt_level O2 --pad_to_multiple_of 8"
+    "--learning_rate 1e-2 --device gpu --disable_tqdm --report_to none --do_train --tgt_length 16 "
+    "--bf16 --fp16_opt_level O2 --pad_to_multiple_of 8"
 ).split()
+EVALUATION = "--do_eval --evaluation_strategy steps --eval_steps 5 --generate_num 2".split()
 CAPTURED = re.compile(r"CUDA graph (\d+): micro-batches of (\d+) x (\d+) tokens")
 
 
@@ -50,29 +51,36 @@ TOKENS = "--additional_special_tokens <user> <bot>"
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "distance"),
     [
-        DROPOUT,
-        f"--lora --lora_dropout 0.1 {DROPOUT}",
-        f"--lora {TOKENS}",
-        "--zero_padding --max_length 40",
-        "--lora --zero_padding --max_length 40 --gradient_accumulation_steps 2",
-        "--gradient_accumulation_steps 3",
-        "--gradient_accumulation_steps 3 --amp_master_grad",
-        "--fp16_opt_level O1",
+        (f"--torch_compile 1 {DROPOUT}", 2e-3),
+        ("--torch_compile 1 --zero_padding --max_length 40", 2e-3),
+        ("--torch_compile 1 --gradient_accumulation_steps 3 --amp_master_grad", 2e-3),
+        # without graphs the loss is not compiled here, so that it is rounded elsewhere
+        (f"--lora --lora_dropout 0.1 {DROPOUT}", 2e-2),
+        (f"--lora {TOKENS} --gradient_accumulation_steps 3", 2e-2),
+        ("--lora --zero_padding --max_length 40 --gradient_accumulation_steps 2", 2e-2),
+        (f"--lora {TOKENS} --fp16_opt_level O1", 2e-2),
     ],
 )
-def test_graphs_change_nothing(tune, tmp_path, words):
-    """Losses of twelve steps, with evaluations and generation between them; resumed too."""
+def test_graphs_change_nothing(tune, words, distance):
+    """Losses of twelve steps."""
     words = words.split() if "dropout" in words else [*words.split(), *NO_DROPOUT]
     plain, none, _ = tune("plain", *words, "--cuda_graphs", 0)
     found, shapes, said = tune("graph", *words)
-    assert found == pytest.approx(plain, abs=2e-3)
+    assert found == pytest.approx(plain, abs=distance)
     assert not none and (len(shapes) == 1) == ("--zero_padding" in words)
     assert f"CUDA graphs: {len(shapes)}, one per shape" in said
-    resumed, _, _ = tune("resumed", *words, "--resume_from_checkpoint", tmp_path / "graph" / "checkpoint-6")
-    assert resumed == pytest.approx(found, abs=2e-3)
     assert torch.cuda.memory_allocated() < 2**28
+
+
+def test_evaluation_between_steps_and_a_resume_change_nothing(tune, tmp_path):
+    words = ["--lora", "--lora_dropout", "0.1", *DROPOUT.split()]
+    found, shapes, _ = tune("graph", *words)
+    again, _, _ = tune("evaluated", *words, *EVALUATION)
+    assert again == pytest.approx(found, abs=2e-3) and len(shapes) > 1
+    resumed, _, _ = tune("resumed", *words, "--resume_from_checkpoint", tmp_path / "evaluated" / "checkpoint-6")
+    assert resumed == pytest.approx(found, abs=2e-3)
 
 
 @pytest.mark.parametrize("words", ["", "--lora", "--zero_padding --max_length 40"])
