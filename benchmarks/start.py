@@ -41,8 +41,8 @@ COMMANDS = {  # name -> what the first line with a result contains, flags; {} is
         "--model_name_or_path {0}/model --dataset_name_or_path {0}/sft --output_dir {0}/sft_out --max_length 64 "
         "--max_steps 2 --logging_steps 1 --do_train --overwrite_output_dir",
     ),
-    "--help": ("usage", ""),
-    "--print_config": ("{", "--model_name_or_path gpt2-en"),
+    "help": ("usage", "--help"),
+    "print_config": ("{", "--print_config --model_name_or_path gpt2-en"),
 }
 
 
@@ -78,9 +78,9 @@ def measure(row: str, folder: Path, *, gpu: bool) -> tuple[float, float, float]:
     awaited, command = None, ["-c", FLOORS.get(row, IMPORTS)]
     if row in COMMANDS:
         awaited, flags = COMMANDS[row]
-        command = ["-m", "gptlm", *((row,) if not row.startswith("-") else ("pretrain", row))]
-        command += flags.format(folder).split()
-        command += [] if row.startswith("-") else ["--device", "gpu" if gpu else "cpu"]
+        runs = row not in ("help", "print_config")  # these two are of `pretrain`
+        command = ["-m", "gptlm", row if runs else "pretrain", *flags.format(folder).split()]
+        command += ["--device", "gpu" if gpu else "cpu"] if runs else []
     start, first = time.perf_counter(), None
     errors = open(folder / "errors", "w+")
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True)
