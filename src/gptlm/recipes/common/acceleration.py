@@ -53,7 +53,7 @@ def accelerate(
     Args:
         lengths_vary: the sequence length is not the same in all batches.
         uneven: why shapes of batches do not repeat, if they do not.
-        adapters: the blocks get adapters. Unless --torch_compile asks for it, such blocks are not compiled.
+        adapters: the blocks get adapters. Where lengths vary, such blocks are compiled on request only.
     """
     _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
     parameters = model.num_parameters()
@@ -106,7 +106,7 @@ def _compile(
     """Compile blocks and loss as --torch_compile asks; unset, on a GPU where that is the `default`.
 
     Returns:
-        Whether they are compiled, or the loss alone where the blocks have `adapters`.
+        Whether they are compiled, or the loss alone where blocks with `adapters` see several lengths.
     """
     wanted = run.training.torch_compile
     if not (default and device == "cuda" if wanted is None else wanted):
@@ -115,10 +115,13 @@ def _compile(
     obstacle = compile_obstacle(device)
     if sharded and not gathers_whole_blocks(deepspeed or {}):
         obstacle = "ZeRO stage 3 gathers each weight separately here, as with adapters (stage 2 does not)"
-    if obstacle is None and adapters and not wanted:
-        # with two dynamic dimensions the compiler took minutes for a block with adapters (torch 2.11, H200)
+    if obstacle is None and adapters and lengths_vary and not wanted:
+        # one compilation for all lengths of a block with adapters had not ended after 45 s (torch 2.11, H200)
         compile_loss(model)
-        logger.info("the loss is compiled, blocks with adapters are not (--torch_compile 1 compiles them, for minutes)")
+        logger.info(
+            "the loss is compiled; blocks with adapters are not, because lengths differ (--torch_compile 1 compiles "
+            "them, which can take minutes)"
+        )
         return True
     if obstacle is None:
         fused = run.dims.pipeline == 1
