@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is
 run, so that help, wrong arguments and --print_config import nothing heavy.
 """
 
+import atexit
 import difflib
 import gc
 import os
@@ -43,6 +44,9 @@ from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import is_launched, rank, world_size
+
+# The interpreter's last garbage collection visits all that torch and transformers have made, for 1 to 3 s.
+atexit.register(gc.freeze)
 
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
