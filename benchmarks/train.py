@@ -38,7 +38,6 @@ OURS = {  # names -> flags
     "ours fp16": "--fp16 --fp16_opt_level O2",
     "ours recompute": "--bf16 --fp16_opt_level O2 --recompute 1",
     "ours fp16 recompute": "--fp16 --fp16_opt_level O2 --recompute 1",
-    "ours masked": "--bf16 --fp16_opt_level O2 --document_masking attention",
     "ours stage1": "--bf16 --fp16_opt_level O2 --sharding stage1",
     "ours stage2": "--bf16 --fp16_opt_level O2 --sharding stage2",
     "ours stage3": "--bf16 --fp16_opt_level O2 --sharding stage3",
