@@ -221,7 +221,7 @@ def _short_documents(folder: Path, documents: int) -> None:
 
 
 def measure_sft(folder: Path, arguments: argparse.Namespace) -> None:
-    from transformers import GPT2Config
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer
 
@@ -232,7 +232,8 @@ def measure_sft(folder: Path, arguments: argparse.Namespace) -> None:
         else train_tokenizer(texts, 32_000)
     )
     tokenizer.save_pretrained(folder / "model")
-    GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2).save_pretrained(folder / "model")
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder / "model")
     words, choice = " ".join(texts).split(), random.Random(0)
     with open(folder / "train.jsonl", "w") as file:
         for _ in range(arguments.sft):
