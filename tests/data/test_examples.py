@@ -7,10 +7,14 @@ import datasets
 import pytest
 
 from gptlm.data.conversations import Content, PlainHeadings, Turn, parse_conversation
-from gptlm.data.examples import find_files, read_examples, read_records
+from gptlm.data.examples import find_files, read_examples, record_batches, records_of
 from gptlm.errors import GptlmError
 
 PLAIN = PlainHeadings()
+
+
+def read_records(path):
+    return (record for batch in record_batches([path]) for record in records_of(batch))
 
 
 def turn(pieces, answer, cue="", **more):

@@ -20,7 +20,7 @@ from gptlm.commands.sft import parse_sft
 from gptlm.data import row_building
 from gptlm.data.chat_template import ChatTemplate
 from gptlm.data.conversations import PlainHeadings
-from gptlm.data.examples import read_examples, read_records
+from gptlm.data.examples import read_examples, record_batches, records_of
 from gptlm.data.row_building import RowBuilder, RowSettings, build_rows
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.data.stored_rows import StoredRows
@@ -32,6 +32,10 @@ from tests.data.test_examples import FORMS
 from tests.recipes.test_sft import BASE, CHATML, ROWS, model  # noqa: F401 - a fixture
 
 MANY = [{"src": f"{row['src']} {number} ", "tgt": f"{row['tgt']} of {number}"} for number in range(120) for row in ROWS]
+
+
+def read_records(path):
+    return (record for batch in record_batches([path]) for record in records_of(batch))
 
 
 @pytest.fixture

@@ -306,12 +306,6 @@ def records_of(batch: Batch) -> Iterator[tuple[str, Any]]:
             yield place, check_record(record, place)
 
 
-def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of all records of a file or saved dataset, see `record_batches`."""
-    for batch in record_batches([path]):
-        yield from records_of(batch)
-
-
 def _one_object(file: Path) -> dict[str, Any] | None:
     """The object that is all of a file, such as SQuAD's; None where the file is lines, an array or damaged."""
     try:

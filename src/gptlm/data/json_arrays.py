@@ -7,7 +7,7 @@ from typing import BinaryIO, NamedTuple
 from gptlm.data.text_files import RAW_DECODE
 from gptlm.errors import GptlmError
 
-CHUNK = 1 << 20  # bytes read at once
+CHUNK = 1 << 20  # bytes per read
 WHITE = re.compile(r"[ \t\r\n]*")
 
 

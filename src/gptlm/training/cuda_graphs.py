@@ -166,7 +166,7 @@ class CapturedPasses:
         return None
 
     def _has_room(self) -> bool:
-        """Whether an eager pass has as much memory as the graphs have, beside them."""
+        """Whether as much memory as the graphs use is free for an eager pass."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0] > self._bytes
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HUB_SPLITS = {"train": "train", "dev": "validation"}
-HASHED_ROWS = 1000  # of a dataset at once
+HASHED_ROWS = 1000  # of a dataset per chunk
 
 
 @dataclass(frozen=True)
