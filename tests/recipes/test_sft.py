@@ -393,8 +393,17 @@ def test_worker_processes_and_epochs(tune, capfd):
 
 def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
     tune("--lora")
+    saved = tmp_path / "out" / "checkpoint-3"
+    with pytest.raises(GptlmError, match="is of training adapters, this run is fine-tuning: it cannot be resumed; --l"):
+        tune("--resume_from_checkpoint", saved)
+    with pytest.raises(GptlmError, match="is of training adapters, this run is fine-tuning"):
+        tune("--resume_from_checkpoint", tmp_path / "out", output="other")
+    manifest = json.loads((saved / "manifest.json").read_text())
+    del manifest["task"], manifest["files"]["run.json"]
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    (saved / "run.json").unlink()
     with pytest.raises(GptlmError, match="is of adapters; give --lora"):
-        tune()
+        tune("--resume_from_checkpoint", saved, output="other")
     with pytest.raises(GptlmError, match="has other adapters: lora_rank 8 there, 4 in the command"):
         tune("--lora", "--lora_rank", 4)
     shutil.rmtree(tmp_path / "out" / "checkpoint-3")

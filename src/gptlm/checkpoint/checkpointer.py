@@ -32,8 +32,6 @@ from gptlm.upstream.torch import set_last_lr
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
-
 
 class Checkpointer:
     """Saves and restores a training run.
@@ -136,7 +134,7 @@ class Checkpointer:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if self.run_file is not None:
-            (folder / RUN_FILE).write_text(self.run_file, encoding="utf-8")
+            (folder / checkpoint.RUN_FILE).write_text(self.run_file, encoding="utf-8")
         if self.has_adapters:
             save_adapters(self.model, weights, folder)
         else:

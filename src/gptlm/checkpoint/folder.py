@@ -10,7 +10,7 @@ A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with ev
     optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
     rng_state*.pth               random states of each process; not with save_only_model
     trainer_state.json           the log history and the state of transformers' Trainer
-    manifest.json                global_step, optimizer_steps, loss_scale, world_size, layout, order, settings,
+    manifest.json                task, global_step, optimizer_steps, loss_scale, world_size, layout, order, settings,
                                  consumed_samples, epoch_position, loss_sum, files and their sizes
 """
 
@@ -32,6 +32,7 @@ from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 
 MANIFEST = "manifest.json"
 HISTORY = "trainer_state.json"
+RUN_FILE = "run.json"
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gptlm.checkpoint.task import note_other_tasks, take_own_adapters
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model
 from gptlm.compat.fleetx.translate import evaluation_arguments
@@ -76,7 +77,9 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     """
     parsed = parse(EVALUATE, argv)
     take_external_model(parsed)
+    take_own_adapters(parsed)
     take_external_adapters(parsed)
+    note_other_tasks(parsed)
     _derive_task(parsed)
     arguments, sizes = parsed[EvaluateArguments], parsed[SizeArguments]
     task = arguments.task or ""

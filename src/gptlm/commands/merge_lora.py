@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gptlm.checkpoint.task import take_own_adapters
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model
 from gptlm.config.args.convert import MergeArguments
@@ -27,5 +28,6 @@ def resolve_merge(argv: Sequence[str]) -> Parsed:
     if problems := missing(parsed[MergeArguments], "lora_path", "output_path"):
         raise usage_error(problems, parsed.typed)
     take_external_model(parsed)
+    take_own_adapters(parsed)
     take_external_adapters(parsed)
     return parsed

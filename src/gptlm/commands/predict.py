@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gptlm.checkpoint.task import note_other_tasks, take_own_adapters
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model
 from gptlm.compat.defaults import default_of_mode
@@ -44,7 +45,9 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
     """
     parsed = parse(PREDICT, argv)
     take_external_model(parsed)
+    take_own_adapters(parsed)
     take_external_adapters(parsed)
+    note_other_tasks(parsed)
     problems = [*check_fields(parsed[PredictArguments]), *_length_problems(parsed), *_derive_sampling(parsed)]
     problems += _conflicts(parsed[PredictArguments])
     _derive_input(parsed, piped)

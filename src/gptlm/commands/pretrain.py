@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gptlm.checkpoint.task import PRETRAIN as TASK
+from gptlm.checkpoint.task import take_own_folder
 from gptlm.compat import megatron, paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_model, take_external_start
 from gptlm.compat.defaults import CompatArguments, apply_compat, apply_evaluation_alias, derive_processes
@@ -50,6 +52,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     apply_evaluation_alias(parsed)
     derive_evaluations(parsed)
     drop_tokenizer_class(parsed, "tokenizer_name_or_path", parsed[ModelArguments].model_name_or_path)
+    tried(lambda: take_own_folder(parsed, TASK), problems)
     tried(lambda: _derive_weights(parsed), problems)
     source = tried(lambda: find_model(parsed), problems)
     found = resolve(
@@ -69,6 +72,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         source=found.source,
         shape=found.shape,
         dims=found.dims,
+        task=TASK,
         sources=parsed.sources,
         typed=parsed.typed,
         notes=tuple(parsed.notes),

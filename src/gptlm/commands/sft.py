@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from gptlm.checkpoint.task import LORA, note_other_tasks, take_own_adapters, take_own_folder
+from gptlm.checkpoint.task import SFT as WHOLE
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
@@ -59,10 +61,15 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
     parsed = parse(SFT, argv)
     take_external_start(parsed)
     take_external_model(parsed)
+    take_own_adapters(parsed)
     take_external_adapters(parsed)
+    note_other_tasks(parsed)
     drop_tokenizer_class(parsed, "tokenizer_name_or_path", parsed[ModelArguments].model_name_or_path)
-    take_trained(parsed)
     problems: list[Problem] = []
+    lora = parsed[LoraArguments]
+    task = LORA if lora.lora or lora.lora_path else WHOLE
+    tried(lambda: take_own_folder(parsed, task), problems)
+    take_trained(parsed)
     tried(lambda: derive_world(parsed, environment, printing), problems)
     derive_actions(parsed)
     apply_evaluation_alias(parsed)
@@ -89,6 +96,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         source=found.source,
         shape=found.shape,
         dims=found.dims,
+        task=task,
         sources=parsed.sources,
         typed=parsed.typed,
         notes=tuple(parsed.notes),

@@ -32,6 +32,7 @@ class Run:
         model, parallel, training: the arguments, those that were not given filled in.
         source, shape: the model.
         dims: the processes.
+        task: what is trained; a checkpoint of another task is not resumed from (checkpoint/task.py).
         sources: argument -> where its value came from.
         typed: argument that was given -> how messages call it.
         notes: lines to log once.
@@ -44,6 +45,7 @@ class Run:
     source: ModelSource
     shape: Shape
     dims: ParallelDims
+    task: str
     sources: dict[str, Source]
     typed: dict[str, str]
     notes: tuple[str, ...]

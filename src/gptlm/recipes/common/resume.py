@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.folder import Checkpoint
+from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError
@@ -82,8 +83,10 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
         return None
     asked = training.resume_from_checkpoint
     found: Checkpoint | None
-    if asked and asked.lower() not in ("true", "1", "yes"):
-        found = checkpoint.read(_newest_below(Path(asked)))
+    path = _asked_folder(run)
+    if path is not None:
+        found = checkpoint.read(_newest_below(path))
+        _check_task(run, found)
     else:
         found, skipped = checkpoint.newest(output_dir)
         for reason in skipped:
@@ -110,6 +113,35 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
     else:
         check(run, found)
     return found
+
+
+def _asked_folder(run: Run) -> Path | None:
+    """The folder that --resume_from_checkpoint names; None where it is output_dir, or not given."""
+    asked = run.training.resume_from_checkpoint
+    if not asked or asked.lower() in ("true", "1", "yes"):
+        return None
+    folder = Path(asked)
+    own = folder if (folder / checkpoint.MANIFEST).exists() else own_folder(folder, run.task)
+    if own.resolve() == Path(run.training.output_dir or "").resolve():
+        return None
+    return own if own.is_dir() else folder
+
+
+def _check_task(run: Run, found: Checkpoint) -> None:
+    """Raises GptlmError if `found` is of another task: it has other samples, another schedule and other steps."""
+    task = task_of(found)
+    if task in (None, run.task):
+        return
+    if task == LORA:
+        start = f"merge them (`gptlm merge-lora --lora_path {found.path} --output_path DIR`) and give DIR as"
+        advice = f"--lora trains them on; else {start} --model_name_or_path"
+    else:
+        more = " --continue_training" if run.task == PRETRAIN else ""
+        advice = f"to start from its weights give --model_name_or_path {found.path}{more} instead"
+    raise GptlmError(
+        f"the checkpoint {found.path} is of {name_of(str(task))}, this run is {name_of(run.task)}: it cannot be "
+        f"resumed; {advice}"
+    )
 
 
 def _newest_below(asked: Path) -> Path:

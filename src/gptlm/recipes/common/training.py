@@ -124,7 +124,7 @@ def build_trainer(
     training = run.training
     unwrap_without_deepspeed()
     given.setdefault("metrics", LossMetrics(run.evaluated))
-    manifest = {"order": order, "settings": settings(run) | data_settings}
+    manifest: dict[str, Any] = {"order": order, "settings": settings(run) | data_settings}
     if job.resume is not None:
         log_changes(job.resume, manifest)
     return GPTTrainer(
@@ -136,7 +136,7 @@ def build_trainer(
         grad_sync=make_grad_sync(run, job, is_flat=acceleration.flat_grad_sync),
         runner=make_runner(run, job, use_cuda_graph=acceleration.cuda_graph),
         checkpointer=Checkpointer(
-            manifest=manifest,
+            manifest=manifest | {"task": run.task},
             keep=training.save_total_limit,
             run_file=run.as_arguments(),
             resume_weights_only=training.ignore_load_lr_and_optim,
