@@ -165,7 +165,8 @@ ONEFLOW_FLAGS = {
     "num-gpus-per-node 1": "num_gpus_per_node",
     "num-nodes 1": "num_nodes",
     "node-ips 10.0.0.1,10.0.0.2": "node_ips",
-    "ctrl-port 50051": "noted",
+    "ctrl-port 50051": "ctrl_port",
+    "rank 0": "rank",
     "use-rdma": "noted",
     "dataset gpt_text_document": "input_dir",
     "split 969,30,1": "split",
@@ -254,6 +255,33 @@ def test_processes_that_the_command_asks_for():
         printing=False,
         environment={"WORLD_SIZE": "4"},
     )
+
+
+def test_nodes_that_the_command_asks_for():
+    four = "--num-gpus-per-node 2 --node-ips a,b,c,e"
+    base = ONEFLOW.replace("--num-gpus-per-node 1", "").replace("--global-batch-size 8", "--global-batch-size 64")
+    found = resolve(f"{base} {four} --rank 3 --ctrl-port 50051", printing=False)
+    wanted = "--num_gpus_per_node 2 --num_nodes 4 --node_ips a,b,c,e --rank 3 --ctrl_port 50051"
+    assert found.launch == tuple(wanted.split())
+    found = resolve(f"{base} --num-nodes 2 --node-ips a,b", printing=False)
+    assert found.launch == tuple("--num_gpus_per_node 1 --num_nodes 2 --node_ips a,b".split())
+    for printing in (True, False):
+        rest = {"printing": printing, "environment": {}}
+        says = "--node-ips names 3 addresses, --num-nodes is 4; give one address for each node"
+        refused(f"{base} --num-nodes 4 --node-ips a,b,c --rank 7", says, **rest)
+        refused(f"{base} {four} --rank 4", "--rank 4: expected 0 to 3 with 4 nodes", **rest)
+        refused(f"{base} --rank 1", "--rank 1: expected 0 without --num_nodes", **rest)
+
+
+def test_the_rank_is_compared_with_the_launcher_s():
+    text = ONEFLOW.replace("--num-gpus-per-node 1", "--num-gpus-per-node 2 --num-nodes 2 --rank 1")
+    text = text.replace("--global-batch-size 8", "--global-batch-size 64")
+    torchrun = {"WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    for environment in (torchrun, {"WORLD_SIZE": "4"}):
+        run = resolve(text, printing=False, environment=environment)
+        assert any("--rank 1 has no effect" in note for note in run.notes) == (environment is not torchrun)
+        assert not run.launch
+    refused(text, "the launcher started this node as 0", printing=False, environment=torchrun | {"GROUP_RANK": "0"})
 
 
 def test_load(tmp_path):

@@ -68,6 +68,35 @@ def test_oneflow_s_command(rank):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "python3 -m oneflow_gpt.training {} --rank 1",
+        "--rank 1 python3 -u -m oneflow_gpt.training {}",
+        "--rank 1 -m oneflow_gpt.training {} --node_rank=1",
+        "-m gptlm pretrain {} --rank 1",
+        "run_pretrain.py {} --node-rank 1",
+    ],
+)
+def test_the_rank_of_a_node_before_or_after_the_script(words):
+    found = plan(words.format("--num-gpus-per-node 4 --num-nodes 2 --node-ips a,b"))
+    wanted = "torchrun --nnodes 2 --node_rank 1 --master_addr a --master_port 29500 --nproc_per_node 4"
+    assert found.torchrun()[: len(wanted.split())] == wanted.split()
+    assert found.script == ("-m", "gptlm") if words.startswith("-m gptlm") else found.script == tuple(PRETRAIN)
+
+
+def test_the_rank_of_another_script_is_its_own():
+    found = plan("--ips 127.0.0.1 x.py --rank 8", own="127.0.0.1")
+    assert (found.rank, found.words) == (0, ("--rank", "8"))
+
+
+def test_oneflow_s_module_starts_one_process_unless_a_number_is_given():
+    words = "python3 -m oneflow_gpt.training --num-layers 2"
+    assert plan(words, cards=8).processes == 1
+    assert plan(f"--gpus 0,1 {words}", cards=8).processes == 2
+    assert plan(f"{words} --num-gpus-per-node 4", cards=8).processes == 4
+
+
+@pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ("--num-gpus-per-node 2 x.py", "2"),
@@ -185,6 +214,7 @@ def test_flags_without_effect_are_noted():
         ("--nnodes 2 --master a:1 --port 2 x.py", "name different ports"),
         ("--nnodes 2 --master a:1 --rank 2 x.py", "--rank 2: expected 0 to 1"),
         ("--ips a,b --nnodes 3 x.py", "--ips has 2 addresses, --nnodes is 3"),
+        ("--rank 1 run_pretrain.py --rank 0", "--rank 0 among the script's arguments contradicts --rank 1"),
         ("--ips a,b x.py", "--ips a,b: none of the addresses belongs to this machine; add --rank N"),
         ("--ips own,own x.py", "--ips own,own: more than one of the addresses belongs to this machine; add --rank N"),
         ("--ips a,b --host c x.py", "--ips a,b: none of the addresses belongs to c"),
@@ -201,6 +231,12 @@ def test_what_is_refused(words, message):
     with pytest.raises(UsageError) as error:
         plan(words, own="own")
     assert message in str(error.value)
+
+
+def test_the_number_of_addresses_is_compared_first():
+    with pytest.raises(UsageError) as error:
+        plan("-m oneflow_gpt.training --num-nodes 4 --node-ips a,b,c --rank 7")
+    assert str(error.value) == "--node-ips has 3 addresses, --num-nodes is 4; they must agree"
 
 
 def test_all_problems_are_reported_together():

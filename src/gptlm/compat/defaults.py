@@ -8,7 +8,7 @@ from typing import Any
 from gptlm.compat import megatron
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_world
-from gptlm.config.field import arg
+from gptlm.config.field import LARGEST_PORT, arg
 from gptlm.config.files import read_json
 from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed
@@ -36,9 +36,11 @@ class CompatArguments:
     reset_position_ids: bool = arg(False, "same as document_masking position")
     reset_attention_mask: bool = arg(False, "same as document_masking attention")
     load: str | None = arg(None, "folder whose newest checkpoint the run resumes from; none there: it starts at step 0")
-    num_gpus_per_node: int | None = arg(None, "processes on each node; started here if no launcher did")
-    num_nodes: int = arg(1, "number of nodes; start the same command on each")
-    node_ips: str | None = arg(None, "addresses of the nodes, the first is the master's", words=True)
+    num_gpus_per_node: int | None = arg(None, "processes on each node; started here if no launcher did", ge=1)
+    num_nodes: int | None = arg(None, "nodes; start the same command on each; unset: number of node_ips, or 1", ge=1)
+    node_ips: list[str] = arg([], "addresses of all nodes in rank order, the first is the master's", words=True)
+    rank: int | None = arg(None, "rank of this node, from 0; unset: by its address in node_ips", ge=0)
+    ctrl_port: int | None = arg(None, "port of the master; unset: 29500", ge=1, le=LARGEST_PORT)
     metric_print_format: str = arg("table", "form of OneFlow's log line", choices=("normal", "table"))
 
 
@@ -215,16 +217,20 @@ def derive_processes(parsed: Parsed, environment: Mapping[str, str], printing: b
         UsageError: if the command asks for another number than the launcher has started; as `derive_world`.
     """
     compat = parsed[CompatArguments]
-    wanted = None if compat.num_gpus_per_node is None else compat.num_gpus_per_node * compat.num_nodes
+    nodes, per_node = _count_nodes(compat), compat.num_gpus_per_node or 1
     given = launched_processes(environment)
+    unset = compat.num_gpus_per_node is None and (nodes == 1 or given is not None)
+    wanted = None if unset else per_node * nodes
     launch: tuple[str, ...] = ()
+    if given is not None:
+        _compare_rank(parsed, environment)
     if wanted is not None and given is None:
         if printing and parsed[ParallelArguments].world_size is None:
-            parsed.set("world_size", wanted, derived(f"{compat.num_gpus_per_node} x {compat.num_nodes}"))
-        launch = _launch_arguments(compat) if wanted > 1 and not printing else ()
+            parsed.set("world_size", wanted, derived(f"{per_node} x {nodes}"))
+        launch = _launch_arguments(compat, per_node, nodes) if wanted > 1 and not printing else ()
     elif wanted is not None and given != wanted:
         raise UsageError(
-            f"{named('num_gpus_per_node')} {compat.num_gpus_per_node} x {named('num_nodes')} {compat.num_nodes} are "
+            f"{named('num_gpus_per_node')} {per_node} x {named('num_nodes')} {nodes} are "
             f"{wanted} processes, the launcher started {given} (WORLD_SIZE)"
         )
     derive_world(parsed, environment, printing)
@@ -233,11 +239,39 @@ def derive_processes(parsed: Parsed, environment: Mapping[str, str], printing: b
     return launch
 
 
-def _launch_arguments(compat: CompatArguments) -> tuple[str, ...]:
+def _count_nodes(compat: CompatArguments) -> int:
+    """The number of nodes. Raises UsageError if the addresses or the rank contradict it."""
+    addresses, rank = len(compat.node_ips), compat.rank
+    nodes = compat.num_nodes or addresses or 1
+    if addresses and addresses != nodes:
+        names = f"{addresses} address{'es' if addresses > 1 else ''}"
+        raise UsageError(
+            f"{named('node_ips')} names {names}, {named('num_nodes')} is {nodes}; give one address for each node"
+        )
+    if rank is not None and rank >= nodes:
+        expected = f"0 to {nodes - 1} with {nodes} nodes" if nodes > 1 else f"0 without {named('num_nodes')}"
+        raise UsageError(f"{named('rank')} {rank}: expected {expected}")
+    return nodes
+
+
+def _compare_rank(parsed: Parsed, environment: Mapping[str, str]) -> None:
+    """Compare `rank` with the node's rank that torchrun gives. Raises UsageError."""
+    rank, launched = parsed[CompatArguments].rank, environment.get("GROUP_RANK")
+    if rank is None:
+        return
+    if launched is None:
+        parsed.note(f"{named('rank')} {rank} has no effect: the launcher has started the processes of all nodes")
+    elif launched != str(rank):
+        raise UsageError(f"{named('rank')} {rank}: the launcher started this node as {launched} (GROUP_RANK)")
+
+
+def _launch_arguments(compat: CompatArguments, per_node: int, nodes: int) -> tuple[str, ...]:
     """The arguments of `gptlm launch` for the processes that the command asks for."""
     given = (
-        ("num_gpus_per_node", compat.num_gpus_per_node),
-        ("num_nodes", compat.num_nodes),
-        ("node_ips", compat.node_ips),
+        ("num_gpus_per_node", per_node),
+        ("num_nodes", nodes),
+        ("node_ips", ",".join(compat.node_ips) or None),
+        ("rank", compat.rank),
+        ("ctrl_port", compat.ctrl_port),
     )
     return tuple(word for name, value in given if value is not None for word in (f"--{name}", str(value)))

@@ -44,6 +44,7 @@ RENAMED = {
     "no_load_optim": "ignore_load_lr_and_optim",
     "no_save_optim": "ignore_save_lr_and_optim",
     "accumulate_allreduce_grads_in_fp32": "amp_master_grad",
+    "node_rank": "rank",
 }
 
 KERNELS = "it selects a kernel of the original; results are the same"
@@ -96,7 +97,6 @@ IGNORED = {
     "override_lr_scheduler": "the schedule follows from the step and the arguments of the command",
     "override_opt_param_scheduler": "the schedule follows from the step and the arguments of the command",
     "save_last": "the last step is always saved",
-    "ctrl_port": "the rendezvous port is set with gptlm launch --master",
     "use_rdma": "NCCL uses InfiniBand unless NCCL_IB_DISABLE=1 is set",
     "no_scaled_masked_softmax_fusion": KERNELS,
     "use_distributed_optimizer": "--sharding stage1 shards the optimizer",

@@ -17,6 +17,7 @@ LAUNCH_RENAMED = {
 }
 # OneFlow's training script is its own launcher: these may also stand among the script's flags.
 LAUNCH_WORDS_OF_SCRIPTS = ("num_gpus_per_node", "num_nodes", "node_ips", "ctrl_port")
+LAUNCH_WORDS_OF_PRETRAIN = (*LAUNCH_WORDS_OF_SCRIPTS, "rank", "node_rank")  # a rank means other things elsewhere
 RESTARTS = "a failed rank ends the run; the same command resumes from the newest checkpoint"
 LAUNCH_IGNORED = {
     "max_restart": RESTARTS,

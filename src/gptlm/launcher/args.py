@@ -17,7 +17,7 @@ from gptlm.config.problem import Problem, usage_error
 from gptlm.config.run import tried
 from gptlm.errors import named
 from gptlm.launcher import aliases
-from gptlm.launcher.script import program, split_command
+from gptlm.launcher.script import ONE_PROCESS, program, split_command
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
@@ -147,7 +147,7 @@ def parse_launch(
     problems: list[Problem] = []
     started = tried(lambda: program(script), problems)
     parsed = tried(lambda: parse(LAUNCH, before), problems)
-    inner = tried(lambda: parse(LAUNCH, _launch_arguments(words)), problems)
+    inner = tried(lambda: parse(LAUNCH, _launch_arguments(started[0] if started else (), words)), problems)
     if parsed is None or inner is None:
         raise usage_error(problems, {})
     problems += _take_from_script(parsed, inner)
@@ -163,7 +163,7 @@ def parse_launch(
         parsed.note(note)
     arguments = parsed[LaunchArguments]
     return LaunchPlan(
-        processes=arguments.nproc_per_node or len(devices) or _count_visible(visible, count_cards),
+        processes=arguments.nproc_per_node or len(devices) or _default_processes(script, visible, count_cards),
         nodes=int(arguments.nnodes or 1),
         rank=arguments.rank,
         master=arguments.master or LOOPBACK,
@@ -179,13 +179,16 @@ def parse_launch(
     )
 
 
-def _launch_arguments(words: Sequence[str]) -> list[str]:
+def _launch_arguments(script: Sequence[str], words: Sequence[str]) -> list[str]:
     """The launcher's arguments among a script's: OneFlow's training script launches itself."""
+    name = Path(script[-1]).name if script else ""
+    pretrains = name in ("pretrain", "run_pretrain.py") or (name == "gptlm" and list(words[:1]) == ["pretrain"])
+    accepted = aliases.LAUNCH_WORDS_OF_PRETRAIN if pretrains else aliases.LAUNCH_WORDS_OF_SCRIPTS
     found: list[str] = []
     inside = False
     for word in words:
         if word.startswith("--"):
-            inside = word[2:].partition("=")[0].replace("-", "_") in aliases.LAUNCH_WORDS_OF_SCRIPTS
+            inside = word[2:].partition("=")[0].replace("-", "_") in accepted
         found += [word] if inside else []
     return found
 
@@ -199,6 +202,7 @@ def _take_from_script(parsed: Parsed, inner: Parsed) -> Iterator[Problem]:
             text = f"{inner.typed[name]} {_text(value)} among the script's arguments contradicts {outer}; give one"
             yield Problem("", text)
         parsed.set(name, value, inner.sources[name])
+        parsed.typed.setdefault(name, inner.typed[name])
 
 
 def _text(value: Any) -> str:
@@ -224,6 +228,11 @@ def _device_problems(parsed: Parsed, devices: tuple[str, ...], visible: str | No
         parsed.note(f"{named('nproc_per_node')} {asked} leaves {len(devices) - asked} of the devices {given} idle")
 
 
+def _default_processes(script: Sequence[str], visible: str | None, count_cards: Callable[[], int]) -> int:
+    """The processes of a node if no argument names their number."""
+    return 1 if script[-1] in ONE_PROCESS else _count_visible(visible, count_cards)
+
+
 def _count_visible(visible: str | None, count_cards: Callable[[], int]) -> int:
     if visible is not None:
         return sum(re.fullmatch(CARD, card.strip()) is not None for card in visible.split(",")) or 1
@@ -238,6 +247,7 @@ def _resolve_nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[Pr
     nodes = int(arguments.nnodes.partition(":")[0]) if arguments.nnodes else len(ips) or 1
     if ips and nodes != len(ips):
         yield Problem("ips", f"has {len(ips)} addresses, {named('nnodes')} is {nodes}; they must agree")
+        return
     master, port, rank = arguments.master, arguments.port, arguments.rank
     if nodes == 1:
         if master and not ips:

@@ -17,6 +17,8 @@ SCRIPTS = {
     "scripts/evaluate.py": "evaluate",
 }
 MODULES = {"oneflow_gpt.training": "pretrain"}
+ONE_PROCESS = MODULES  # these start one process on each node unless their arguments name a number
+PYTHON = re.compile(r"python[\d.]*")
 IMPORTS_OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:paddle|paddlenlp|ppfleetx|oneflow)\b", re.MULTILINE)
 
 
@@ -25,16 +27,22 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]
     words = _without_launcher(argv)
     for index, word in enumerate(words):
         if word == "-m":
-            return words[:index], words[index : index + 2], words[index + 2 :]
+            return _without_python(words[:index]), words[index : index + 2], words[index + 2 :]
         if word.endswith(".py") and not word.startswith("-"):
-            return words[:index], [word], words[index + 1 :]
+            return _without_python(words[:index]), [word], words[index + 1 :]
     return words, [], []
+
+
+def _without_python(words: list[str]) -> list[str]:
+    """The launcher's flags without a last `python3 -u`, as in `--rank 0 python3 -m MODULE`."""
+    kept = words[:-1] if words and words[-1] == "-u" else words
+    return kept[:-1] if kept and PYTHON.fullmatch(Path(kept[-1]).name) else words
 
 
 def _without_launcher(argv: Sequence[str]) -> list[str]:
     """`argv` without a leading `python -u -m paddle.distributed.launch` or a part of it."""
     words = list(argv)
-    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+    if words and PYTHON.fullmatch(Path(words[0]).name):
         del words[0]
         while words and words[0] == "-u":
             del words[0]
