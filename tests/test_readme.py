@@ -70,7 +70,7 @@ def files(tmp_path, monkeypatch):
     """The files that the table's commands name, in a working directory of their own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools").mkdir()
-    text = (ROOT / "src/gptlm/configs/fleetx/pretrain_gpt_base.yaml").read_text()
+    text = (ROOT / "src/gptlm/configs/fleetx/gpt/pretrain_gpt_base.yaml").read_text()
     text += "Distributed: {dp_degree: , mp_degree: 1, pp_degree: 1}\nOffline_Eval: {eval_path: x, cloze_eval: False}\n"
     for name in ("X.yaml", "configs_345m_single_card.yaml"):
         (tmp_path / name).write_text(text)

@@ -57,7 +57,7 @@ With --print_config nothing runs: the resolved run, the origin of each value and
 def pretrain(argv: Sequence[str]) -> int | None:
     typed, printing = _without_print_config(argv)
     convert_first = None if printing else _convert
-    words = with_conversions(lambda: with_layout(typed, os.environ), convert_first)
+    words, why = with_conversions(lambda: with_layout(typed, os.environ), convert_first)
     run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), convert_first)
     if not run.refusals:
         try:  # before the imports, which take seconds
@@ -66,6 +66,8 @@ def pretrain(argv: Sequence[str]) -> int | None:
             if not printing:
                 raise
             run = replace(run, notes=(*run.notes, str(error))) if run.data.input_dir else run
+    if why:
+        run = replace(run, notes=(*run.notes, why))
     if printing:
         _print_run(run)
         return None

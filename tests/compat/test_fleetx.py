@@ -1,16 +1,21 @@
 """FleetX configurations: files, bases, overrides, every generation, and what the originals' cases ask for."""
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from gptlm.commands.evaluate import resolve_evaluate
+from gptlm.commands.plan import parse_plan, with_layout
 from gptlm.commands.predict import resolve_predict
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.config.args.inference import EvaluateArguments, PredictArguments
 from gptlm.errors import UsageError
+from gptlm.planner.args import cluster_of, precision_of, sizes_of
+from gptlm.planner.report import command
+from gptlm.planner.search import candidates
 
 BASE = """\
 Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}
@@ -102,6 +107,42 @@ def test_overrides_win_and_say_so(show):
         4096,
     )
     assert (found["from"]["max_steps"], found["from"]["seed"], found["run"]["seed"]) == ("-o", "--seed", 3)
+    assert "-o Engine.max_steps=10 has no effect: -o Engine.max_steps=7 comes after it" in found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "flag"),
+    [
+        ("Engine.max_steps=10", "Global.max_steps=11", "max_steps"),
+        ("Optimizer.beta1=0.8", "Optimizer.adam_beta1=0.7", "adam_beta1"),
+        ("Gradclip.clip_norm=0.5", "Optimizer.grad_clip.clip_norm=0.25", "max_grad_norm"),
+        ("Model.use_recompute=False", "Engine.use_recompute=True", "recompute"),
+        ("Data.Train.dataset.split=[98,1,1]", "Data.dataset.split=[90,5,5]", "split"),
+    ],
+)
+def test_of_two_overrides_for_one_setting_the_last_counts(show, one, two, flag):
+    for first, last in ((one, two), (two, one)):
+        found, alone = show(first, last), show(last)
+        assert found["run"] == alone["run"] and found["run"][flag] != show(first)["run"][flag]
+        said = f"-o {first} has no effect: -o {last} comes after it"
+        assert [note for note in found["notes"] if note not in alone["notes"]] == [said]
+
+
+def test_an_item_of_a_list_after_the_list(show):
+    found = show("Data.Train.dataset.split=[98,1,1]", "Data.Train.dataset.split.0=90")
+    assert (found["run"]["split"], found["from"]["split"], found["notes"]) == ("90,1,1", "-o", [])
+    found = show("Data.Train.dataset.split.0=90", "Data.Train.dataset.split=[98,1,1]")
+    assert found["run"]["split"] == "98,1,1" and len(found["notes"]) == 1
+
+
+def test_a_flag_takes_precedence_over_an_override_and_says_so(show, tmp_path):
+    said = "-o Engine.max_steps 10 has no effect: --max_steps 11 takes precedence"
+    found = show("Engine.max_steps=10", more=["--max_steps", "11"])
+    assert found["run"]["max_steps"] == 11 and said in found["notes"]
+    (tmp_path / "flat.yaml").write_text("num_layers: 2\nhidden_size: 32\nnum_attention_heads: 2\nmax_steps: 3\n")
+    found = show("max_steps=10", "train_iters=11", path=tmp_path / "flat.yaml", world=1)  # a file without sections
+    assert found["run"]["max_steps"] == 11
+    assert "-o max_steps 10 has no effect: -o train_iters 11 comes after it" in found["notes"]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +347,82 @@ def test_a_setting_said_twice_in_the_first_generation(show):
     assert any("set the same value; the last one counts" in note for note in found["notes"])
 
 
+def test_the_first_generation_without_its_root_key(show):
+    text = "".join(f"{line}\n" for line in FLAT.splitlines()[1:])
+    ours, theirs = show(text=text, world=1), show(text=FLAT, world=1)
+    assert ours["run"] == theirs["run"] and len(ours["notes"]) == len(theirs["notes"])
+    assert show("PreTraining.max_steps=3", text=text, world=1)["run"]["max_steps"] == 3
+    only_training = text[: text.index("  Model:")] + "  Model: {num_layers: 2}\n"
+    assert show(text=only_training, world=1)["run"]["log_format"] == "fleetx-2022"
+
+
+@pytest.mark.parametrize("name", ["consine", "cosine"])
+def test_other_names_of_the_schedule(show, name):
+    for text, world in ((OWN, 8), (FLAT.replace("lr: {", f"lr: {{name: {name}, "), 1)):
+        given = [] if text is not OWN else [f"Optimizer.lr.name={name}"]
+        found = show(*given, text=text, world=world)
+        assert found["run"]["lr_scheduler_type"] == "cosine"
+        said = [note for note in found["notes"] if f"{name} is taken as CosineAnnealingWithWarmupDecay" in note]
+        assert len(said) == 1 and "Optimizer.lr.name" in said[0]
+
+
+def test_max_steps_of_the_schedule(show):
+    """In the first generation only the last name of a key counts; later the key means nothing."""
+    run = show(text=FLAT.replace("lr: {", "lr: {max_steps: 9, "), world=1)["run"]
+    assert run["max_steps"] == 9
+    found = show("Optimizer.lr.max_steps=9", text=OWN)
+    assert found["run"]["max_steps"] == 500000
+    assert sum("Optimizer.lr.max_steps has no effect here (Engine.max_steps ends" in n for n in found["notes"]) == 1
+
+
+def test_fused_passes_are_named_once(show):
+    text = OWN + "FusedPasses: {enable: True, fused_attention: True, fused_passes_list: [fuse_gemm_epilogue]}\n"
+    notes = show(text=text)["notes"]
+    assert len(notes) == 1 and "FusedPasses.enable, FusedPasses.fused_attention, FusedPasses.fused" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        (OWN + "Tuning: {enable: True, tuning_recompute: True, profile_start_step: 1}\n", "Tuning.enable"),
+        (OWN + "Tuning: true\n", "Tuning"),
+        (OWN + "tuning: true\n", "tuning"),
+        (OWN + "tuning: {enable: true}\n", "tuning.enable"),
+        (OWN + "Engine: {tuning: true}\n", "Engine.tuning"),
+        (FLAT.replace("Optimizer:", "tuning: True\n  Optimizer:"), "tuning"),
+        (FLAT.replace("Optimizer:", "Tuning: {enable: True}\n  Optimizer:"), "Tuning.enable"),
+    ],
+)
+def test_tuning_is_auto_parallel(folder, text, typed):
+    """Degrees of the file are replaced, those on the command line are refused."""
+    file = folder / "own.yaml"
+    file.write_text(text.replace("mp_degree: 1", "mp_degree: 2").replace("dp_degree: 8", "dp_degree: 4"))
+    words = ["-c", str(file), "--world_size", "8"]
+    laid, why = with_layout(words, {})
+    assert why.startswith(f"{typed} ({file}:") and "this one is the fastest by estimate" in why
+    run = parse_pretrain(laid, {}, printing=True)
+    assert run.parallel.auto_parallel and run.dims.world == 8
+    assert run.batch.total == (8 if text.startswith("PreTraining") else 8 * 4)
+    assert sum(f"{typed} ({file}:" in note and " takes tensor_parallel_degree" in note for note in run.notes) == 1
+    with pytest.raises(UsageError, match=r"chooses degrees and sharding; leave them out \(-o Distributed.mp_degree\)"):
+        with_layout([*words, "-o", "Distributed.mp_degree=4"], {})
+    off = [*words, "-o", "Distributed.dp_degree=", "--auto_parallel", "0"]
+    assert with_layout(off, {}) == (off, "")
+    command = plan_command(["--num_gpus", "8", "-c", str(file)])
+    assert command.endswith("--auto_parallel 0")
+
+
+def plan_command(words):
+    """The command that `gptlm plan` prints; it resolves."""
+    job = parse_plan(words)
+    best = candidates(sizes_of(job.run), cluster_of(job.machine), job.global_batch, precision_of(job.run))[0]
+    text = command(job, best.layout)
+    rest = shlex.split(text.partition("run_pretrain.py ")[2])
+    assert with_layout(rest, {"WORLD_SIZE": "8"}) == (rest, "")
+    assert parse_pretrain(rest, {"WORLD_SIZE": "8"}).dims.tensor == best.layout.tensor
+    return text
+
+
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -359,6 +476,16 @@ def test_evaluation_and_generation_sections(folder):
     assert values["min_new_tokens"] == 1 and values["seed"] == 1024
     assert values["prompt"] == ["Hi, GPT2. Tell me who Jack Ma is."]
     assert any("max_dec_len" in note and "512 at most" in note for note in parsed.notes)
+
+
+def test_the_last_of_two_checkpoint_folders_counts(folder):
+    (folder / "own.yaml").write_text(EVAL)
+    pair = ("Offline_Eval.ckpt_dir=a", "Engine.save_load.ckpt_dir=b")
+    for first, last in (pair, pair[::-1]):
+        words = ["-c", str(folder / "own.yaml"), "-o", first, "-o", last]
+        parsed = resolve_evaluate(words, printing=True)
+        assert parsed[EvaluateArguments].model_name_or_path == last[-1]
+        assert any(note.startswith(f"-o {first.replace('=', ' ')} has no effect") for note in parsed.notes)
 
 
 # The originals' files and outcomes ------------------------------------------------------------------------------

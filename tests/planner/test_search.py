@@ -140,7 +140,7 @@ def test_the_printed_command_takes_back_what_the_job_says():
 
 
 def test_auto_parallel_takes_the_best(capsys):
-    words = with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "5"], {"WORLD_SIZE": "4"})
+    words = with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "5"], {"WORLD_SIZE": "4"})[0]
     run = parse_pretrain(words, {"WORLD_SIZE": "4"}, printing=True)
     cluster = Cluster(4, 4, 5 * GIB)
     best = candidates(M345, cluster, 32, "O2")[0].layout
@@ -163,7 +163,7 @@ def test_all_that_a_layout_decides_is_told():
 def test_auto_parallel_says_what_it_took():
     """Of it are the layout and the batch of a card, also where something else was typed."""
     words = [*WORDS.split(), "--auto_parallel", "--per_device_train_batch_size", "3"]
-    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"}), {"WORLD_SIZE": "4"}, printing=True)
+    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"})[0], {"WORLD_SIZE": "4"}, printing=True)
     for name in ("per_device_train_batch_size", "tensor_parallel_degree"):
         assert run.sources[name].text == "--auto_parallel"
     micro, steps = run.batch.micro, run.batch.accumulation
@@ -174,7 +174,7 @@ def test_auto_parallel_says_what_it_took():
 
 def test_auto_parallel_says_what_of_the_command_it_does_not_take():
     words = [*WORDS.split(), "--auto_parallel", "--per_device_train_batch_size", "3", "--recompute", "1"]
-    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"}), {"WORLD_SIZE": "4"}, printing=True)
+    run = parse_pretrain(with_layout(words, {"WORLD_SIZE": "4"})[0], {"WORLD_SIZE": "4"}, printing=True)
     micro = run.batch.micro
     assert micro != 3 and not run.training.recompute
     said = f"--per_device_train_batch_size 3 has no effect: --per_device_train_batch_size {micro} comes after it"
@@ -191,7 +191,7 @@ def test_the_fastest_comes_first_where_steps_are_short_too():
 
 def test_auto_parallel_takes_layouts_that_data_parallelism_has_none_of():
     """Seven cards divide neither the batch nor the heads: a pipeline of seven stages is left."""
-    words = with_layout([*WORDS.split(), "--auto_parallel"], {"WORLD_SIZE": "7"})
+    words = with_layout([*WORDS.split(), "--auto_parallel"], {"WORLD_SIZE": "7"})[0]
     run = parse_pretrain(words, {"WORLD_SIZE": "7"}, printing=True)
     assert (run.dims.tensor, run.dims.pipeline, run.dims.data, run.batch.total) == (1, 7, 1, 32)
 
@@ -200,5 +200,5 @@ def test_auto_parallel_s_batch_is_that_of_all_processes():
     """Two samples on each of four are eight in a step; OneFlow's flags say how many processes there are."""
     words = "--model_name_or_path gpt2-medium-en --per_device_train_batch_size 2 --auto_parallel --input_dir d"
     for more, environment in (("", {"WORLD_SIZE": "4"}), (" --num_gpus_per_node 4", {})):
-        found = with_layout([*(words + more).split(), "--output_dir", "o"], environment)
+        found = with_layout([*(words + more).split(), "--output_dir", "o"], environment)[0]
         assert found[found.index("--global_batch_size") + 1] == "8"

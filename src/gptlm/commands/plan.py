@@ -94,29 +94,44 @@ def _check_words(words: list[str]) -> None:
             raise UsageError(f"{word} is unknown; did you mean --{near[0]}?")
 
 
-def with_layout(argv: list[str], environment: Mapping[str, str]) -> list[str]:
-    """`argv` with the arguments of the best layout if it contains `--auto_parallel`.
+def with_layout(argv: list[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
+    """`argv` with the arguments of the best layout if it asks for `--auto_parallel`, and a line for the log: why.
+
+    A layout in a file is replaced; its degrees only give the number of replicas, as in `parse_plan`.
 
     Raises:
-        UsageError: if nothing fits, or a layout is given, too.
+        UsageError: if nothing fits, or a layout is typed, too.
     """
-    if not any(word.replace("-", "_").startswith("__auto_parallel") for word in argv):
-        return argv
     parsed = parse(PRETRAIN, argv)
-    training = parsed[TrainingArguments]
+    if not parsed[ParallelArguments].auto_parallel:
+        return argv, ""
+    training, asked = parsed[TrainingArguments], parsed.typed_as("auto_parallel")
     run = _on_one_process(argv, training)
-    if not run.parallel.auto_parallel:
-        return argv
     parallel = replace(parsed[ParallelArguments], sharding=run.parallel.sharding)
-    if parallel.tensor_parallel_degree > 1 or parallel.pipeline_parallel_degree > 1 or parallel.sharding:
-        raise UsageError("--auto_parallel chooses degrees and sharding; leave them out")
+    split = max(parallel.tensor_parallel_degree, 1) * max(parallel.pipeline_parallel_degree, 1)
+    given = {
+        n: parsed.sources[n] for n in ("tensor_parallel_degree", "pipeline_parallel_degree") if parsed.value(n) > 1
+    }
+    given |= {"sharding": run.sources["sharding"]} if parallel.sharding else {}
+    typed = [name for name, source in given.items() if source.origin is not Origin.FILE]
+    if typed:
+        words = ", ".join(parsed.typed_as(name) for name in typed)
+        raise UsageError(f"{asked} chooses degrees and sharding; leave them out ({words})")
     derive_processes(parsed, environment, printing=True)
     world, memory = parsed[ParallelArguments].world_size or 1, run.parallel.auto_parallel_memory
-    total = run.batch.total * (world if training.global_batch_size is None else 1)
-    found = candidates(sizes_of(run), Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))
+    total = run.batch.total * (max(world // split, 1) if training.global_batch_size is None else 1)
+    sizes = sizes_of(run)
+    found = candidates(sizes, Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))
     if not found:
         raise UsageError(
-            f"--auto_parallel: no layout of {world} processes fits into {memory:g} GiB per GPU with a global batch of "
-            f"{total}; gptlm plan shows the nearest layouts"
+            f"{asked}: no layout of {world} processes fits into {memory:g} GiB per GPU with a global batch of {total}; "
+            "gptlm plan shows the nearest layouts"
         )
-    return [*argv, "--global_batch_size", str(total), *words_of(found[0].layout, parallel, training)]
+    best, *others = found
+    why = (
+        f"{asked}: of {len(found)} layouts that fit into {memory:g} GiB this one is the fastest by estimate: "
+        f"{best.memory.total / GIB:.1f} GiB per GPU, {best.tokens_per_second(sizes):,.0f} tokens/s"
+    )
+    if others:
+        why += f"; the next one has {others[0].tokens_per_second(sizes):,.0f} tokens/s (gptlm plan prints them)"
+    return [*argv, "--global_batch_size", str(total), *words_of(best.layout, parallel, training)], why

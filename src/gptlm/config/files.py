@@ -1,11 +1,12 @@
 """Arguments as they are written: on the command line, in JSON files, and in YAML files with the line of each value."""
 
+import difflib
+import itertools
 import json
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gptlm.config.origin import Origin, Source
 from gptlm.errors import UsageError
 
 YAML_ENDINGS = (".yaml", ".yml")
+NEAR = 0.5  # how alike names are that an error lists first, 1 is equal
 SHIPPED = "configs"  # folder of the package with configurations that can be named without a path
 
 
@@ -113,17 +115,20 @@ def _file_arguments(
     if len(files) > 1:
         raise UsageError(f"{' and '.join(files)} are given; give one file, flags go after it")
     path = files[0]
+    notes: list[str] = []
     if path.endswith(".json"):
         given = list(json_arguments(path))
     else:
-        path = find(path)
+        path, note = find(path)
+        notes += [note] if note else []
         tree = load_yaml(path)
         if has_sections(tree, known):
             if read_sections is None:
                 raise UsageError(f"{path} is a configuration of FleetX, which pretrain, evaluate and predict read")
-            return replace(read_sections(path, overrides), from_sections=True)
+            found = read_sections(path, overrides)
+            return replace(found, notes=[*notes, *found.notes], from_sections=True)
         given = list(yaml_arguments(tree))
-    return Arguments(given + [_override(text) for text in overrides])
+    return Arguments(given + [_override(text) for text in overrides], notes)
 
 
 def _files_of(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -229,24 +234,35 @@ def load_yaml(path: str) -> Tree:
         ) from error
 
 
-def find(path: str) -> str:
-    """`path`, or the configuration of that name that gptlm ships.
+def find(path: str) -> tuple[str, str]:
+    """`path`, or the shipped configuration of that name, and a line for the log if `path` seems to be another file.
+
+    Of several the one is taken whose folders agree with those of `path`.
 
     Raises:
         UsageError: if there is neither.
     """
     if Path(path).is_file():
-        return path
-    folder = resources.files("gptlm") / SHIPPED
-    shipped = {Path(str(file)).stem: str(file) for group in folder.iterdir() for file in _files(group)}
-    if path in shipped:
-        return shipped[path]
-    names = ", ".join(sorted(name for name in shipped if not name.endswith("_base")))
-    raise UsageError(f"there is no configuration {path}; give a file, or one of {names}")
+        return path, ""
+    name = next((path.removesuffix(ending) for ending in YAML_ENDINGS if path.endswith(ending)), path)
+    folder = Path(str(resources.files("gptlm"))) / SHIPPED
+    shipped = sorted(folder.rglob(f"*{YAML_ENDINGS[0]}"))
+    wanted = Path(name).parts or ("",)
+    same = [file for file in shipped if file.stem.lower() == wanted[-1].lower()]
+    if same:
+        found = max(same, key=lambda file: _agreement(wanted, file.relative_to(folder).parts))
+        place = f"{SHIPPED}/{found.relative_to(folder)}"
+        return str(found), "" if path == found.stem else f"there is no file {path}: gptlm's own {place} is read"
+    names = sorted({file.stem for file in shipped if not file.stem.endswith("_base")})
+    near = difflib.get_close_matches(wanted[-1], names, n=len(names), cutoff=NEAR)
+    others = [other for other in names if other not in near]
+    raise UsageError(f"there is no configuration {path}; give a file, or one of {', '.join([*near, *others])}")
 
 
-def _files(group: Traversable) -> list[Traversable]:
-    return [file for file in group.iterdir() if file.name.endswith(YAML_ENDINGS)] if group.is_dir() else []
+def _agreement(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many names before the last one are the same, counted from the end."""
+    pairs = zip(reversed(one[:-1]), reversed(other[:-1]), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _tree(node: yaml.MappingNode, path: str, loader: yaml.SafeLoader) -> Tree:

@@ -211,9 +211,11 @@ class _Reader:
             parsed.bare[name] = given.typed
             return
         value = (not _cast_bool(given)) if negated else _cast(given, f, kind)
-        if value != self.values[name] and {parsed.sources[name].origin, given.source.origin} == {Origin.CLI}:
-            lost = self._with_value(parsed.typed[name], self.values[name])
-            parsed.note(f"{lost} has no effect: {self._with_value(given.typed, value)} comes after it")
+        before = parsed.sources[name].origin
+        if value != self.values[name] and {before, given.source.origin} <= {Origin.CLI, Origin.OVERRIDE}:
+            lost, counts = self._with_value(parsed.typed[name], self.values[name]), self._with_value(given.typed, value)
+            why = "comes after it" if before is given.source.origin else "takes precedence"
+            parsed.note(f"{lost} has no effect: {counts} {why}")
         self.values[name] = value
         parsed.sources[name] = given.source
         parsed.aliases[name] = known

@@ -201,9 +201,10 @@ def _parallel_layout(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
         for word in parsed.value(name).replace(",", " ").split():
             if word not in known:
                 yield Problem(name, f"{word!r} is unknown; expected {', '.join(known)}")
-    yield from _sharding(parallel, dims)
-    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
-        size = parsed.value(name)
+    sizes = {name: parsed.value(name) for name in ("num_attention_heads", "hidden_size", "intermediate_size")}
+    split = dims.tensor * dims.pipeline  # as tensor parallelism
+    yield from _sharding(parallel, dims, all(not size or size % split == 0 for size in sizes.values()))
+    for name, size in sizes.items():
         if dims.tensor > 1 and size and size % dims.tensor:
             yield Problem(name, f"{size} is not a multiple of {named('tensor_parallel_degree')} ({dims.tensor})")
     yield from _stages(parsed, dims)
@@ -252,7 +253,8 @@ def _stages(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     )
 
 
-def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem]:
+def _sharding(parallel: ParallelArguments, dims: ParallelDims, splits: bool) -> Iterator[Problem]:
+    """What can be wrong with sharding; `splits`: layers can be split by all degrees of the model's parallelism."""
     words = parallel.sharding.replace(",", " ").replace("_", " ").split()
     unknown = [word for word in words if word not in ("stage1", "stage2", "stage3", "offload")]
     stages = [word for word in words if word.startswith("stage")]
@@ -263,11 +265,7 @@ def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Probl
         yield Problem("sharding", f"{parallel.sharding!r}: exactly one of stage1, stage2 and stage3 is needed")
         return
     if stages and stages[0] != "stage1" and dims.pipeline > 1:
-        yield Problem(
-            "sharding",
-            f"{parallel.sharding!r} does not work with {named('pipeline_parallel_degree')} {dims.pipeline}; use "
-            f"stage1\n  (PaddleNLP: {PIPELINE_STAGE})",
-        )
+        yield Problem("sharding", _with_pipeline(stages[0], dims, splits))
     if parallel.sharding and parallel.deepspeed:
         yield Problem(
             "sharding",
@@ -276,6 +274,23 @@ def _sharding(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Probl
     yield from _groups(parallel, dims)
     if stages:
         yield from _shares(stages[0], parallel.sharding_parallel_degree, dims)
+
+
+def _with_pipeline(stage: str, dims: ParallelDims, splits: bool) -> str:
+    """Why a pipeline has no such stage, and the layouts that do the job; tests compare their memory."""
+    sent = "gradients" if stage == "stage2" else "weights and gradients"
+    pipeline, replicas = named("pipeline_parallel_degree"), dims.data * dims.pipeline
+    if splits:
+        other = (
+            f"{stage} with {named('tensor_parallel_degree')} {dims.tensor * dims.pipeline}, "
+            f"{named('sequence_parallel')} 1 and {pipeline} 1 needs no more memory"
+        )
+    else:
+        other = f"stage3 with {pipeline} 1 splits weights and optimizer states between all {replicas} replicas"
+    return (
+        f"{stage} does not work with {pipeline} {dims.pipeline}, {sent} would be sent for every micro-batch; {other}, "
+        f"or use stage1 with this pipeline\n  (PaddleNLP: {PIPELINE_STAGE})"
+    )
 
 
 def _groups(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem]:

@@ -39,7 +39,10 @@ def command(job: PlanJob, layout: Layout) -> str:
     nodes = -(-job.machine.num_gpus // job.machine.gpus_per_node)
     each = job.machine.num_gpus // nodes
     start = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes} --rdzv_backend c10d ..." if nodes > 1 else "")
-    return f"{start} scripts/run_pretrain.py {shlex.join([*job.typed, *words_of(layout, job.parallel, job.training)])}"
+    words = [*job.typed, *words_of(layout, job.parallel, job.training)]
+    if job.parallel.auto_parallel:  # of the file: this command has its layout
+        words += ["--auto_parallel", "0"]
+    return f"{start} scripts/run_pretrain.py {shlex.join(words)}"
 
 
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:

@@ -60,8 +60,19 @@ FLAT = {
     "use_qat": "Compress.Quantization.enable",
     "weight_bits": "Compress.Quantization.weight_bits",
     "activation_bits": "Compress.Quantization.activation_bits",
+    "tuning": "Tuning.enable",
 }
+FLAT_SECTIONS = ("batch_size", "mix_precision", "dataset", "save_load")  # of a first-generation file without its ROOT
 
+# Later generations: the present place of a key that has a value, not a section.
+VALUES_MOVED = {
+    "Optimizer.grad_clip": "Optimizer.grad_clip.clip_norm",
+    "Gradclip.grad_clip": "Optimizer.grad_clip.clip_norm",
+    **dict.fromkeys(
+        ("Tuning", "tuning", "Global.tuning", "Engine.tuning", "Distributed.tuning"),
+        "Tuning.enable",
+    ),
+}
 # Later generations: the present place of a key, or of everything below it.
 MOVED = {
     "Global.max_steps": "Engine.max_steps",
@@ -80,8 +91,6 @@ MOVED = {
     "Optimizer.adam_beta1": "Optimizer.beta1",
     "Optimizer.adam_beta2": "Optimizer.beta2",
     "Optimizer.adam_epsilon": "Optimizer.epsilon",
-    "Optimizer.grad_clip": "Optimizer.grad_clip.clip_norm",
-    "Gradclip.grad_clip": "Optimizer.grad_clip.clip_norm",
     "Gradclip": "Optimizer.grad_clip",
     "Fused": "Optimizer",
     "Distributed.sharding.comm_overlap": "Distributed.sharding.reduce_overlap",
@@ -89,6 +98,10 @@ MOVED = {
     "Eval": "Offline_Eval",
     "Quantization": "Compress.Quantization",
     "Prune": "Compress.Prune",
+    "tuning": "Tuning",
+    "Global.tuning": "Tuning",
+    "Engine.tuning": "Tuning",
+    "Distributed.tuning": "Tuning",
 }
 
 KERNELS = "they select PaddlePaddle kernels; results are the same"
@@ -173,8 +186,10 @@ TRAINING_IGNORED = {
     "Optimizer.grad_clip.name": "gradients are clipped by their global norm",
     "Optimizer.lr.name": "the schedule is the original's cosine",
     "Optimizer.lr.run_mode": "the schedule counts steps",
+    "Optimizer.lr.max_steps": "Engine.max_steps ends the run, Optimizer.lr.decay_steps the schedule",
     "Profiler.*": "there is no profiler; torch.profiler works on the script",
-    "Tuning.*": "there is no tuning; the given degrees are used",
+    "Tuning.*": "layouts are compared by estimate, not by running them; gptlm plan prints them",
+    "FusedPasses.*": KERNELS,
     "Generation.*": "for gptlm predict -c",
     "Offline_Eval.*": "for gptlm evaluate -c",
     "Inference.*": "for PaddlePaddle's inference engine",
@@ -201,6 +216,8 @@ TRAINING_IGNORED = {
     ),
     "Model.teacher.*": "nothing is compressed",
 }
+SCHEDULE = "CosineAnnealingWithWarmupDecay"
+SCHEDULE_NAMES = (SCHEDULE, "cosine", "consine")  # the last as FleetX's documentation spells it
 SAME: dict[str, tuple[object, ...]] = {  # key -> values that need no log line
     "Engine.run_mode": ("step",),
     "Engine.save_load.save_epoch": (1,),
@@ -220,7 +237,7 @@ SAME: dict[str, tuple[object, ...]] = {  # key -> values that need no log line
     "Data.Eval.sample_split": (2,),
     "Optimizer.name": ("FusedAdamW", "AdamW", "Adam"),
     "Optimizer.multi_precision": (True,),
-    "Optimizer.lr.name": ("CosineAnnealingWithWarmupDecay",),
+    "Optimizer.lr.name": SCHEDULE_NAMES,
     "Optimizer.lr.run_mode": ("step",),
     "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm",),
 }
@@ -237,6 +254,7 @@ SETTLED = (  # keys that several arguments follow from, see translate.py
     "Distributed.sharding.sharding_stage",
     "Distributed.sharding.sharding_offload",
     "Optimizer.lr.use_increments",
+    "Tuning.enable",
 )
 
 EVALUATION_RENAMED = {
@@ -281,6 +299,7 @@ TASK_IGNORED = {
     "Optimizer.*": NOT_TRAINED,
     "Profiler.*": "there is no profiler; torch.profiler works on the script",
     "Tuning.*": NOT_TRAINED,
+    "FusedPasses.*": KERNELS,
     "Distributed.*": "each process loads the whole model",
     "Model.*": "sizes are read from config.json",
     "Generation.*": "they are for a kernel or for exporting",
@@ -305,4 +324,3 @@ COMPRESSION = {  # refused if on
     "Compress.Prune.enable": "pruning is not implemented",
     "Compress.Distillation.enable": "distillation is not implemented",
 }
-SCHEDULE = "CosineAnnealingWithWarmupDecay"

@@ -63,23 +63,25 @@ def read_configuration(path: str, overrides: Sequence[str]) -> Configuration:
     tree = _with_bases(path, ())
     if isinstance(tree.get(keys.ROOT), dict):
         generation, tree = "flat", tree[keys.ROOT]
+    elif _is_flat(tree):
+        generation = "flat"
     elif "Engine" in tree and _first_generation(tree):
         generation = "first"
     else:
         generation = "sections"
     notes: list[str] = []
-    problems = []
-    for override in overrides:
-        try:
-            _override(tree, override, generation, notes)
-        except UsageError as error:
-            problems.append(str(error))
-    if problems:
-        raise UsageError("\n".join(problems))
+    given = _overrides(tree, overrides, generation, notes)
     configuration = Configuration(path, {}, {}, generation, notes)
-    for original, leaf in _leaves(tree):
+    leaves = [*(item for item in _leaves(tree) if item[1].source != OVERRIDE), *given.items()]
+    for original, leaf in leaves:
         _place(configuration, original, replace(leaf, value=_literal(leaf.value)))
     return configuration
+
+
+def _is_flat(tree: Tree) -> bool:
+    """Whether this is a file of the first generation without its root key, as its documentation prints it."""
+    leaves = {key for key, value in tree.items() if isinstance(value, Leaf)}
+    return bool(leaves & {*keys.FLAT}) or any(isinstance(tree.get(key), dict) for key in keys.FLAT_SECTIONS)
 
 
 def _first_generation(tree: Tree) -> bool:
@@ -141,7 +143,36 @@ def _literal(value: Any) -> Any:
 # Overrides -------------------------------------------------------------------------------------------------------
 
 
-def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> None:
+def _overrides(tree: Tree, texts: Sequence[str], generation: str, notes: list[str]) -> dict[str, Leaf]:
+    """Put `KEY=VALUE` texts into `tree`; returns those that count, in order. Of several for one setting the last does.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
+    problems = []
+    found: dict[str, tuple[str, Leaf, str]] = {}  # the key of one generation -> key, value, text
+    for text in texts:
+        try:
+            path, leaf, replaces = _override(tree, text, generation, notes)
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        key = _canonical(path, generation)
+        lost = found.pop(key, None)  # so that the order is that of the last ones
+        if lost is not None and replaces and lost[1].value != leaf.value:
+            notes.append(f"-o {lost[2]} has no effect: -o {text} comes after it")
+        found[key] = path, leaf, text
+    if problems:
+        raise UsageError("\n".join(problems))
+    return {path: leaf for path, leaf, _ in found.values()}
+
+
+def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> tuple[str, Leaf, bool]:
+    """Put one into `tree`; returns its key, its value, and whether it replaces all of an earlier one.
+
+    Raises:
+        UsageError: if there is no such key.
+    """
     path, equals, value = text.partition("=")
     if not equals:
         raise UsageError(
@@ -149,14 +180,16 @@ def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> None:
         )
     leaf = Leaf(_override_value(path, value, notes), OVERRIDE)
     steps = path.strip().split(".")
+    if generation == "flat" and steps[0] == keys.ROOT and len(steps) > 1:
+        del steps[0]
     node: Any = tree
     for depth, step in enumerate(steps[:-1]):
         below = node.get(step) if isinstance(node, dict) else None
         if below is None and isinstance(node, dict) and _known(path, generation):
             below = node[step] = {}
         if isinstance(below, Leaf) and isinstance(below.value, list) and depth == len(steps) - 2:
-            _set_item(below, steps[-1], leaf.value, text)
-            return
+            changed = node[step] = _with_item(below, steps[-1], leaf.value, text)
+            return ".".join(steps[:-1]), changed, False
         if not isinstance(below, dict):
             raise UsageError(_unknown(tree, path, generation))
         node = below
@@ -165,6 +198,7 @@ def _override(tree: Tree, text: str, generation: str, notes: list[str]) -> None:
     if isinstance(node.get(steps[-1]), dict):
         raise UsageError(f"-o {text}: {path} is a section; name a key in it: {', '.join(node[steps[-1]])}")
     node[steps[-1]] = leaf
+    return ".".join(steps), leaf, True
 
 
 def _override_value(path: str, text: str, notes: list[str]) -> Any:
@@ -183,12 +217,12 @@ def _override_value(path: str, text: str, notes: list[str]) -> Any:
     return value if value is not word else text
 
 
-def _set_item(leaf: Leaf, index: str, value: Any, text: str) -> None:
+def _with_item(leaf: Leaf, index: str, value: Any, text: str) -> Leaf:
     """`-o Data.Train.dataset.split.0=90` sets one item of a list."""
     items = leaf.value
     if not index.isdigit() or int(index) >= len(items):
         raise UsageError(f"index({index}) out of range({items})\n  -o {text}: expected 0 to {len(items) - 1}")
-    items[int(index)] = value
+    return Leaf([*items[: int(index)], value, *items[int(index) + 1 :]], OVERRIDE)
 
 
 def _known(path: str, generation: str) -> bool:
@@ -224,10 +258,11 @@ def _canonical(original: str, generation: str) -> str:
     if generation == "flat":
         return keys.FLAT.get(original.rsplit(".", 1)[-1], original)
     parts = original.split(".")
+    if original in keys.VALUES_MOVED:
+        return keys.VALUES_MOVED[original]
     for count in range(len(parts), 0, -1):
         head = ".".join(parts[:count])
-        whole = count == len(parts)
-        if head in keys.MOVED and (whole or keys.MOVED[head].rsplit(".", 1)[-1] != "clip_norm"):
+        if head in keys.MOVED:
             return ".".join([keys.MOVED[head], *parts[count:]])
     return original
 

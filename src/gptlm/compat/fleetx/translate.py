@@ -31,7 +31,7 @@ def training_arguments(path: str, overrides: list[str]) -> Arguments:
     elsewhere = CALCULATED if configuration.value("Model.module") != "GPTFinetuneModule" else (*CALCULATED, *keys.DATA)
     renamed = {key: flag for key, flag in keys.TRAINING_RENAMED.items() if key not in elsewhere}
     given += _renamed(configuration, renamed)
-    for several in (_precision, _evaluation, _passes, _sharding, _schedule):
+    for several in (_precision, _evaluation, _passes, _sharding, _schedule, _tuning):
         given += several(configuration)
     notes = [
         *configuration.notes,
@@ -84,11 +84,11 @@ def _argument(configuration: Configuration, key: str, flag: str, value: Any) -> 
 
 
 def _renamed(configuration: Configuration, table: Mapping[str, str]) -> list[Argument]:
-    """An argument for each key with a value; an empty value counts as none."""
+    """An argument for each key with a value, overrides last; an empty value counts as none."""
     return [
-        _argument(configuration, key, flag, configuration.value(key))
-        for key, flag in table.items()
-        if configuration.value(key) is not None
+        _argument(configuration, key, table[key], configuration.value(key))
+        for key in configuration.leaves
+        if key in table and configuration.value(key) is not None
     ]
 
 
@@ -178,11 +178,21 @@ def _sharding(configuration: Configuration) -> list[Argument]:
 
 def _schedule(configuration: Configuration) -> list[Argument]:
     start = 0 if configuration.value("Optimizer.lr.use_increments", False) else 1
+    name = configuration.value("Optimizer.lr.name", keys.SCHEDULE)
+    if name != keys.SCHEDULE and name in keys.SCHEDULE_NAMES:
+        configuration.notes.append(f"{configuration.typed('Optimizer.lr.name')} {name} is taken as {keys.SCHEDULE}")
     return [
         _argument(configuration, "Optimizer.lr.name", "lr_scheduler_type", "cosine"),
         _argument(configuration, "Optimizer.lr.use_increments", "lr_start_step", start),
         _argument(configuration, "Data.Train.dataset.name", "data_order", _order(configuration)),
     ]
+
+
+def _tuning(configuration: Configuration) -> list[Argument]:
+    """Fully automatic parallelism."""
+    if not configuration.value("Tuning.enable", False):
+        return []
+    return [_argument(configuration, "Tuning.enable", "auto_parallel", configuration.value("Tuning.enable"))]
 
 
 def _order(configuration: Configuration) -> str:

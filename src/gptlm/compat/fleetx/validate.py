@@ -58,7 +58,7 @@ def problems_of(configuration: Configuration) -> Iterator[str]:
     if optimizer not in known:
         expected = ", ".join(map(str, known))
         yield f"{typed('Optimizer.name')} {optimizer}: expected {expected}, all of which are AdamW here"
-    if name != keys.SCHEDULE and value("Model.module") != "GPTFinetuneModule":
+    if name not in keys.SCHEDULE_NAMES and value("Model.module") != "GPTFinetuneModule":
         yield f"{typed('Optimizer.lr.name')} {name}: expected {keys.SCHEDULE}"
     yield from _numbers(configuration)
     degree, groups = value("Distributed.sharding.sharding_degree", 1), value("Distributed.dp_degree")
