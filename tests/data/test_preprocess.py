@@ -14,7 +14,8 @@ import pytest
 from gptlm.data.documents import read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.indexed import open_tokens
-from gptlm.data.preprocess import EncodeSettings, sentence_splitter, write_corpus
+from gptlm.data.preprocess import EncodeSettings, write_corpus
+from gptlm.data.sentences import ENGLISH_RULES, LINES, available_rules, sentence_splitter
 from gptlm.data.text_files import list_files
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
@@ -248,8 +249,29 @@ def test_missing_sentence_data_says_where_to_get_it(tmp_path, monkeypatch):
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    with pytest.raises(GptlmError, match="no data for 'english'; python -m nltk.downloader punkt_tab"):
-        sentence_splitter("english", False)
+    assert available_rules("english") == ENGLISH_RULES and available_rules(LINES) == LINES
+    with pytest.raises(GptlmError, match="no data for 'german'; python -m nltk.downloader punkt_tab"):
+        available_rules("german")
+    write_sentence_data(tmp_path, "Dr. Smith came. He left.")
+    assert available_rules("english") == "english"
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["Dr. Smith went home.", "He was tired, i.e. he slept!", "Was it late?", "Yes."],
+        ["Mr. Brown met Dr. Smith at 5 p.m. in St. Louis.", "They talked."],
+        ["He lives in the U.S.", "The U.S. Army left at 5 p.m.", "It was J. R. R. Tolkien (born 3 Jan. 1892)."],
+        ["Smith & Co. rose 3.5 percent.", "In 1900, it fell... and rose again.", "Yes or no.", "That is all"],
+        ['She said "Go."', "He went."],
+    ],
+)
+@pytest.mark.parametrize("between", [" ", "\n\n"])
+def test_english_without_data(sentences, between):
+    """Sentences as a person marks them."""
+    text = between.join(sentences)
+    assert sentence_splitter(ENGLISH_RULES, False)(text) == sentences
+    assert "".join(sentence_splitter(ENGLISH_RULES, True)(f" {text}\n")) == f" {text}\n"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -5,21 +5,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 
 from gptlm.data.documents import BATCH_BYTES, Batch, split_lines, texts_of
 from gptlm.data.encoder import TextEncoder
+from gptlm.data.sentences import Splitter, sentence_splitter
 from gptlm.data.workers import Workers, one_thread
 from gptlm.data.writer import IndexedTokensWriter
-from gptlm.errors import GptlmError
 
 REPORT_BYTES = 1 << 22  # of a large document between reports
 MAX_REASONS = 10  # skipped documents that are listed at the end
-LINES = "lines"  # as a language: each line is a sentence
-
-Splitter = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -225,44 +221,3 @@ def _encoder(file: str, backend: str, allow_special_tokens: bool) -> TextEncoder
 @lru_cache(maxsize=1)
 def _splitter(sentences: str | None, keep_newlines: bool) -> Splitter:
     return sentence_splitter(sentences, keep_newlines) if sentences else lambda text: [text]
-
-
-def sentence_splitter(language: str, keep_newlines: bool) -> Splitter:
-    """A function from a text to its sentences, as the originals' `--split-sentences`.
-
-    Args:
-        language: one of nltk's punkt, such as "english"; "lines" makes each line a sentence.
-        keep_newlines: a sentence keeps the white space after it, so that sentences joined are the text.
-
-    Raises:
-        GptlmError: if nltk or its data are not installed.
-    """
-    if language == LINES:
-        return partial(str.splitlines, keepends=keep_newlines)
-    return partial(_split_with_punkt, _load_punkt(language), keep_newlines)
-
-
-def _split_with_punkt(punkt: Any, keep_newlines: bool, text: str) -> list[str]:
-    spans = list(punkt.span_tokenize(text))
-    if not keep_newlines or not spans:
-        return [text[start:end] for start, end in spans]
-    starts = [0, *(start for start, _ in spans[1:]), len(text)]
-    return [text[start:end] for start, end in zip(starts, starts[1:], strict=False)]
-
-
-def _load_punkt(language: str) -> Any:
-    try:
-        from nltk.tokenize.punkt import PunktTokenizer
-    except ImportError as error:
-        raise GptlmError(
-            "--split_sentences needs nltk: pip install -c requirements/constraints.txt 'gptlm[sentences]', and "
-            "python -m nltk.downloader punkt_tab"
-        ) from error
-    try:
-        return PunktTokenizer(language)
-    except (LookupError, ValueError, OSError) as error:
-        raise GptlmError(
-            f"--split_sentences: nltk has no data for {language!r}; python -m nltk.downloader punkt_tab downloads it "
-            "(for a machine without network copy the folder nltk_data/tokenizers/punkt_tab and set NLTK_DATA); "
-            "languages have their English names, like english or german"
-        ) from error

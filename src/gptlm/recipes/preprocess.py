@@ -17,7 +17,8 @@ from gptlm.data.corpora import missing_eos
 from gptlm.data.documents import bytes_of_shard, read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.indexed import open_tokens
-from gptlm.data.preprocess import LINES, EncodeSettings, Part, Progress, sentence_splitter, write_corpus
+from gptlm.data.preprocess import EncodeSettings, Part, Progress, write_corpus
+from gptlm.data.sentences import ENGLISH_RULES, LINES, available_rules
 from gptlm.data.text_files import list_files, size_of
 from gptlm.data.workers import interrupts_ignored
 from gptlm.data.writer import IndexedTokensWriter
@@ -45,6 +46,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     for note in job.notes:
         logger.info("%s", note)
     arguments = job.arguments
+    sentences = _sentence_rules(job)
     tokenizer, name = _tokenizer(job)
     if arguments.append_eos and tokenizer.eos_token_id is None:
         raise GptlmError(f"--append_eos: the tokenizer {name} has no end-of-text token; add one or leave the flag out")
@@ -55,7 +57,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     try:
         file_format = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
         writers += [IndexedTokensWriter(p, len(tokenizer), file_format) for p in prefixes]
-        progress = _encode(job, tokenizer, files, writers)
+        progress = _encode(job, tokenizer, sentences, files, writers)
         if not writers[0].total and job.shard == (1, 1):
             raise GptlmError(f"{arguments.input_path} has no text under {' '.join(arguments.json_keys)}")
         facts = {
@@ -66,7 +68,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         }
         written = []
         for key, writer in zip(arguments.json_keys, writers, strict=True):
-            shard = {"shard": list(job.shard), "shard_of": _identity(job, files, key)} if job.shard != (1, 1) else {}
+            identity = _identity(job, sentences, files, key)
+            shard = {"shard": list(job.shard), "shard_of": identity} if job.shard != (1, 1) else {}
             written += writer.finish(facts | shard)
     except OSError as error:
         output = Path(arguments.output_prefix or "")
@@ -102,6 +105,21 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
     return load_tokenizer(hub_folder(hub_id, weights=False)), hub_id
 
 
+def _sentence_rules(job: PreprocessJob) -> str | None:
+    """How sentences are split, a language of `sentence_splitter`; None: they are not."""
+    arguments = job.arguments
+    if not arguments.split_sentences:
+        return None
+    rules = available_rules(LINES if arguments.chinese else arguments.lang)
+    if rules == ENGLISH_RULES:
+        logger.warning(
+            "nltk's data for English are missing: sentences are split by nltk's rules and gptlm's list of "
+            "abbreviations, a few of them differently. For the original's: python -m nltk.downloader punkt_tab, or "
+            "without network copy the folder nltk_data/tokenizers/punkt_tab and set NLTK_DATA to nltk_data"
+        )
+    return rules
+
+
 def _prefixes(job: PreprocessJob) -> list[str]:
     """Output prefixes as the originals name them: Megatron adds key and level, PaddleNLP nothing. Shards add theirs."""
     prefix, (part, parts) = job.arguments.output_prefix or "", job.shard
@@ -113,7 +131,11 @@ def _prefixes(job: PreprocessJob) -> list[str]:
 
 @doing("encoding the texts")
 def _encode(
-    job: PreprocessJob, tokenizer: PreTrainedTokenizerBase, files: list[Path], writers: list[IndexedTokensWriter]
+    job: PreprocessJob,
+    tokenizer: PreTrainedTokenizerBase,
+    sentences: str | None,
+    files: list[Path],
+    writers: list[IndexedTokensWriter],
 ) -> Progress:
     arguments = job.arguments
     with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:
@@ -131,14 +153,12 @@ def _encode(
             allow_special_tokens=arguments.allow_special_tokens,
             skip_bad=arguments.on_error == "skip",
             backend=arguments.tokenizer_backend,
-            sentences=(LINES if arguments.chinese else arguments.lang) if arguments.split_sentences else None,
+            sentences=sentences,
             keep_newlines=arguments.keep_newlines,
             level=arguments.sequence_level,
         )
-        # errors that every worker would raise are raised here, once
+        # an error that every worker would raise is raised here, once
         TextEncoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
-        if settings.sentences:
-            sentence_splitter(settings.sentences, settings.keep_newlines)
         first, last = bytes_of_shard(files, job.shard)
         with _Bar(last - first, arguments.log_interval) as bar:
             return write_corpus(
@@ -152,13 +172,13 @@ def _encode(
             )
 
 
-def _identity(job: PreprocessJob, files: list[Path], key: str) -> str:
+def _identity(job: PreprocessJob, sentences: str | None, files: list[Path], key: str) -> str:
     """A hash of what shards must have in common to be parts of one corpus."""
     arguments = job.arguments
     names = ("txt_split", "split_sentences", "keep_newlines", "lang", "chinese", "sequence_level", "append_eos")
     flags = {name: getattr(arguments, name) for name in (*names, "allow_special_tokens", "on_error")}
     listed = [(file.name, size_of(file)) for file in files]
-    content = json.dumps([flags, job.megatron, key, listed])
+    content = json.dumps([flags, sentences, job.megatron, key, listed])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

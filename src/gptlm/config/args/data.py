@@ -67,7 +67,7 @@ class PreprocessArguments:
         choices=("mmap", "lazy", "cached", "infer", "npy"),
     )
     split_sentences: bool = arg(
-        False, "encode sentence by sentence (nltk punkt); with --input the file name ends in _sentence"
+        False, "encode sentence by sentence (nltk's Punkt); with --input the file name ends in _sentence"
     )
     keep_newlines: bool = arg(False, "split_sentences: keep the white space after a sentence")
     lang: str = arg("english", "split_sentences: language")
