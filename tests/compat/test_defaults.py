@@ -410,7 +410,41 @@ def test_the_8_card_recipes(name):
     assert (run.batch.total, run.batch.micro) == (total, micro)
     assert sizes_of(run).parameters / 1e6 == pytest.approx(millions, abs=0.06)
     assert (run.training.save_steps, run.data.eval_iters) == (100000, 10 * accumulation)
-    assert run.training.output_dir == "ckpts/ckpts_tmp" and run.training.log_format == "megatron"
+    assert run.training.output_dir == f"ckpts/ckpts_tmp/{FOLDERS[name]}" and run.training.log_format == "megatron"
+
+
+FOLDERS = {
+    "gpt2-345m": "345M",
+    "gpt-1.3b": "1.3B",
+    "gpt-2.7b": "2.7B",
+    "gpt-3.7b": "3.7B",
+    "gpt2-345m-without-mp": "345M_without_mp",
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "pretrain_345M"])
+def test_load_of_a_file_follows_save(name, tmp_path, monkeypatch):
+    """Both are one folder in the file; another --save must not resume from the file's."""
+    monkeypatch.chdir(tmp_path)
+    folder = FOLDERS.get(name)
+    left = tmp_path / (f"ckpts/ckpts_tmp/{folder}" if folder else "checkpoint") / "checkpoint-5"
+    left.mkdir(parents=True)
+    words = ["-c", name, "--dataset", "d"]
+    assert parse_pretrain([*words, "--save", "other"], {}, printing=True).training.resume_from_checkpoint is None
+    assert parse_pretrain([*words, "-o", "save=other"], {}, printing=True).training.resume_from_checkpoint is None
+    both = parse_pretrain([*words, "--save", "other", "--load", str(left.parent)], {}, printing=True)
+    assert both.training.resume_from_checkpoint == str(left.parent)
+
+
+def test_load_of_a_file_stays_where_it_is_another_folder(tmp_path):
+    (tmp_path / "from" / "checkpoint-5").mkdir(parents=True)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"num-layers: 2\nhidden-size: 32\nnum-attention-heads: 2\nlr: 0.1\nsave: to\nload: {tmp_path}/from\n"
+    )
+    words = ["-c", str(file), "--data-path", "d", "--train-iters", "3", "--micro-batch-size", "1", "--save", "other"]
+    run = parse_pretrain(words, {}, printing=True)
+    assert run.training.resume_from_checkpoint == str(tmp_path / "from")
 
 
 def test_the_launcher_is_told_what_a_file_asks_for():

@@ -260,5 +260,5 @@ def test_the_8_card_script_starts_eight(corpus_folder, alone, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
     assert {path.name for path in (tmp_path / "log").iterdir()} == {f"workerlog.{rank}" for rank in range(8)}
-    found = history_in(tmp_path / "ckpts" / "ckpts_tmp")
+    found = history_in(tmp_path / "ckpts" / "ckpts_tmp" / "1.3B")
     assert losses(found) == pytest.approx(losses(alone("-c gpt-1.3b", "1.3B")), abs=1e-5)

@@ -84,4 +84,4 @@ def test_the_8_card_script(run, data, tmp_path):
         "--global-batch-size", 8, "--eval-interval", 2, "--eval-iters", 1, "--num-workers", 0, "--device", "cpu",
     )  # fmt: skip
     assert " iteration        2/       2 | consumed samples:           16 |" in said
-    assert "| 2p-ckpts_tmp |" in said and trained(tmp_path / "ckpts" / "ckpts_tmp")
+    assert "| 2p-CPU |" in said and trained(tmp_path / "ckpts" / "ckpts_tmp" / "345M")

@@ -41,9 +41,27 @@ def test_the_trained_model_takes_the_plain_names(tmp_path):
     assert not (tmp_path / "eval_results.json").exists() and (tmp_path / "eval_results-2.json").exists()
 
 
+def table_of(history, **steps):
+    """The last table's row by the names of its columns, and the lines below it."""
+    head, _, row, *below = summary_table("8p-GPU", history, parameters=1_500_000, seq_length=8, **steps)
+    return dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)))), below
+
+
+def test_the_table_has_the_published_columns_before_ours():
+    history = [{"eval_loss": 1.0}, {"interval_samples_per_second": 4.0}, {"eval_loss": 2.0}]
+    row, below = table_of(history, first_step=1, last_step=3)
+    assert list(row) == ["NAME", "params", "PPL", "samples/s", "seq_len", "Steps", "final PPL", "tokens/s"]
+    assert list(row.values()) == ["8p-GPU", "1.5M", "2.718", "4.00", "8", "3", "7.389", "32"]
+    assert len(below) == 2
+
+
 def test_a_run_without_log_lines_has_no_speed():
-    history = [{"eval_loss": 2.0}, {"eval_loss": 1.0}]
-    row = summary_table("tiny", history, parameters=1_500_000, seq_length=8, steps=3)[2]
-    assert row == "| tiny | 1.5M | 2.718 | 2.718 | - | - | 8 | 3 |"
-    history.append({"interval_samples_per_second": 4.0})
-    assert "| 4.00 | 32 |" in summary_table("tiny", history, parameters=1, seq_length=8, steps=3)[2]
+    row, _ = table_of([{"eval_loss": 2.0}, {"eval_loss": 1.0}], first_step=1, last_step=3)
+    assert (row["PPL"], row["final PPL"], row["samples/s"], row["tokens/s"]) == ("2.718", "2.718", "-", "-")
+
+
+def test_the_table_names_the_steps_that_a_resumed_run_made():
+    row, below = table_of([], first_step=4, last_step=6)
+    assert row["Steps"] == "4-6" and "steps 4 to 6" in below[-1]
+    row, below = table_of([{"eval_loss": 1.0}], first_step=4, last_step=3)
+    assert row["Steps"] == "-" and row["PPL"] == "2.718" and "at step 3 already" in below[-1]

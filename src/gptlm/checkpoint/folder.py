@@ -100,6 +100,12 @@ def _check_history(path: Path) -> None:
         raise GptlmError(f"the checkpoint {path} is damaged: {HISTORY} cannot be read ({reason_of(error)})") from error
 
 
+def log_lines_in(path: Path) -> int:
+    """Log lines that the checkpoint in `path` hands to a run that resumes from it; a converted one has none."""
+    history = path / HISTORY
+    return len(json.loads(history.read_text(encoding="utf-8"))["log_history"]) if history.is_file() else 0
+
+
 def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """The complete checkpoint of the highest step in `output_dir`, and why newer ones were skipped."""
     skipped: list[str] = []

@@ -8,7 +8,13 @@ from gptlm.checkpoint.task import PRETRAIN as TASK
 from gptlm.checkpoint.task import take_own_folder
 from gptlm.compat import megatron, paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_model, take_external_start
-from gptlm.compat.defaults import CompatArguments, apply_compat, apply_evaluation_alias, derive_processes
+from gptlm.compat.defaults import (
+    CompatArguments,
+    apply_compat,
+    apply_evaluation_alias,
+    derive_processes,
+    move_load,
+)
 from gptlm.compat.fleetx.translate import training_arguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_actions, derive_evaluations, name_auto_parallel
@@ -42,6 +48,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         UsageError: listing everything that is wrong.
     """
     parsed = parse(PRETRAIN, argv)
+    move_load(parsed)
     take_external_start(parsed)
     take_external_model(parsed)
     problems: list[Problem] = []

@@ -102,6 +102,13 @@ def apply_compat(parsed: Parsed) -> str:
     return mode
 
 
+def move_load(parsed: Parsed) -> None:
+    """Let `load` follow `save` where a file gives both as one folder and the command gives another one to `save`."""
+    compat, output_dir = parsed[CompatArguments], parsed[TrainingArguments].output_dir
+    if compat.load and compat.load == parsed.replaced.get("output_dir") and "load" not in parsed.replaced:
+        parsed.put(replace(compat, load=output_dir), derived(f"{parsed.typed_as('output_dir')}, as in the file"))
+
+
 def _detect(parsed: Parsed) -> str:
     """The compat mode by the arguments in use. Where they are mixed, OneFlow's come first, then Megatron's."""
     theirs = parsed.used & {*megatron.ONEFLOW, *megatron.MEGATRON}

@@ -84,6 +84,7 @@ class Parsed:
         typed: argument that was given -> how messages call it.
         bare: arguments that were given as switches beside an alias with their value, see `args.training.arg`.
         used: every known name that was given.
+        replaced: argument -> its value in the file, where the command gives another one.
         refusals: why the run can be shown but not started.
         from_sections: a FleetX configuration was read.
     """
@@ -95,6 +96,7 @@ class Parsed:
     typed: dict[str, str] = field(default_factory=dict)
     bare: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    replaced: dict[str, Any] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
     from_sections: bool = False
 
@@ -216,6 +218,8 @@ class _Reader:
             lost, counts = self._with_value(parsed.typed[name], self.values[name]), self._with_value(given.typed, value)
             why = "comes after it" if before is given.source.origin else "takes precedence"
             parsed.note(f"{lost} has no effect: {counts} {why}")
+        if before is Origin.FILE and given.source.origin is not Origin.FILE:
+            parsed.replaced[name] = self.values[name]
         self.values[name] = value
         parsed.sources[name] = given.source
         parsed.aliases[name] = known

@@ -9,15 +9,20 @@ from torch import Tensor, nn
 
 from gptlm.quiet import quiet_deepspeed
 from gptlm.ranks import become_single_process, is_launched
-from gptlm.upstream.deepspeed import compile_stage3_linear, disable_shm_collectives, use_loss_scaler, wrap_step
+from gptlm.upstream.deepspeed import (
+    compile_stage3_linear,
+    disable_shm_collectives,
+    import_deepspeed,
+    use_loss_scaler,
+    wrap_step,
+)
 
 
 def setup_deepspeed(*, on_cpu: bool) -> None:
     """Import DeepSpeed without its log lines; a process that no launcher started becomes a group of one."""
     if not is_launched():
         become_single_process()
-    import deepspeed  # noqa: F401 - the import sets the log level, so it comes first
-
+    import_deepspeed()  # sets the log level, so it comes first
     quiet_deepspeed()
     compile_stage3_linear()
     if on_cpu:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,25 @@ STATE = (
 )
 LINEAR = (Needed("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3.forward", ("input", "weight", "bias")),)
 ALL = (*MPU, *LOSS_SCALE, *FLAT_GRAD_SYNC, *STATE, *LINEAR)
+
+
+def import_deepspeed() -> None:
+    """Import it for the first time; an old version fails with the new torch.
+
+    Raises:
+        GptlmError: if it cannot be imported, with the version that is installed.
+    """
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        try:
+            found = f"DeepSpeed {version('deepspeed')}"
+        except PackageNotFoundError:
+            found = "DeepSpeed"
+        raise GptlmError(
+            f"{found} cannot be imported ({error}); pip install -r requirements.txt installs the version that gptlm "
+            "is tested with"
+        ) from error
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:

@@ -1,9 +1,8 @@
 """Pretraining, from a resolved run to a saved model: data -> model -> trainer -> train -> evaluate."""
 
 import logging
-from pathlib import Path
 
-from gptlm.checkpoint.folder import Checkpoint
+from gptlm.checkpoint.folder import Checkpoint, log_lines_in
 from gptlm.compat.log_lines import flops_per_sample
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.corpora import Corpus, open_corpora
@@ -108,17 +107,20 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
             metrics |= evaluate(trainer, "test", test)
     finish(run, trainer, metrics)
     if training.do_train and training.log_format == "megatron":
-        _log_summary(run, trainer)
+        _log_summary(run, device, resume, trainer)
     return metrics
 
 
-def _log_summary(run: PretrainRun, trainer: GPTTrainer) -> None:
-    """Megatron's table at the end of a training."""
-    name = f"{run.dims.world}p-{Path(run.training.output_dir or '').name}"
-    parameters = sizes_of(run).parameters
-    history, steps = trainer.state.log_history, trainer.state.global_step
-    length = run.data.max_seq_length
-    for line in summary_table(name, history, parameters=parameters, seq_length=length, steps=steps):
+def _log_summary(run: PretrainRun, device: Device, resume: Checkpoint | None, trainer: GPTTrainer) -> None:
+    """Megatron's table at the end of a training, of what this run did after `resume`."""
+    for line in summary_table(
+        f"{run.dims.world}p-{'GPU' if device.type == 'cuda' else device.type.upper()}",
+        trainer.state.log_history[log_lines_in(resume.path) if resume else 0 :],
+        parameters=sizes_of(run).parameters,
+        seq_length=run.data.max_seq_length,
+        first_step=resume.manifest["global_step"] + 1 if resume else 1,
+        last_step=trainer.state.global_step,
+    ):
         logger.info("%s", line)
 
 

@@ -67,35 +67,54 @@ WINDOW = 100  # log lines in the mean speed
 
 
 def summary_table(
-    name: str, history: Sequence[Mapping[str, float]], *, parameters: int, seq_length: int, steps: int
+    name: str,
+    history: Sequence[Mapping[str, float]],
+    *,
+    parameters: int,
+    seq_length: int,
+    first_step: int,
+    last_step: int,
 ) -> list[str]:
     """The table at the end of the 8-GPU recipes, with an explanation of its columns.
 
+    The columns of the published tables come first, in their order and with their meaning.
+
     Args:
-        history: the noted log lines: `eval_loss` of each evaluation, `interval_samples_per_second` of each step.
+        name: of the row, such as "8p-GPU".
+        history: log lines of this run alone, with `eval_loss` or `interval_samples_per_second`.
         parameters: of the model.
+        seq_length: tokens of a sample.
+        first_step, last_step: steps that this run made; it made none if `first_step` is greater.
     """
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     speeds = [s for entry in history if (s := entry.get("interval_samples_per_second")) is not None][-WINDOW:]
     speed = sum(speeds) / len(speeds) if speeds else None
+    made_none, is_part = first_step > last_step, first_step > 1
     row = {
         "NAME": name,
         "params": f"{parameters / 1e6:.1f}M",
-        "final PPL": f"{perplexity(losses[-1]):.3f}" if losses else "-",
-        "best PPL": f"{perplexity(min(losses)):.3f}" if losses else "-",
+        "PPL": f"{perplexity(min(losses)):.3f}" if losses else "-",
         "samples/s": "-" if speed is None else f"{speed:.2f}",
-        "tokens/s": "-" if speed is None else f"{speed * seq_length:.0f}",
         "seq_len": str(seq_length),
-        "Steps": str(steps),
+        "Steps": "-" if made_none else f"{first_step}-{last_step}" if is_part else str(last_step),
+        "final PPL": f"{perplexity(losses[-1]):.3f}" if losses else "-",
+        "tokens/s": "-" if speed is None else f"{speed * seq_length:.0f}",
     }
-    return [
-        "| " + " | ".join(row) + " |",
-        "| " + " | ".join("-" * len(title) for title in row) + " |",
-        "| " + " | ".join(row.values()) + " |",
-        f"PPL is exp(loss) on the same validation windows every time ({len(losses)} evaluations); published tables of "
-        "these recipes give the minimum over windows that moved, which is lower",
-        f"speeds are means over the last {len(speeds)} log lines of all processes, without evaluation and saving",
-    ]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (row, ["-" * len(title) for title in row], row.values())]
+    if losses:
+        lines.append(
+            f"PPL is exp(loss), the lowest of {len(losses)} evaluations on the same windows (final PPL: the last); "
+            "published tables of these recipes take the lowest over windows that moved, which is lower"
+        )
+    if speeds:
+        lines.append(
+            f"speeds are means over the last {len(speeds)} log lines of all processes, without evaluation and saving"
+        )
+    if made_none:
+        lines.append(f"this run made no step: the checkpoint was at step {last_step} already")
+    elif is_part:
+        lines.append(f"all figures are of steps {first_step} to {last_step}, which this run made")
+    return lines
 
 
 def remove_results(folder: Path) -> None:
