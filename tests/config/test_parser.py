@@ -42,6 +42,14 @@ def test_the_last_one_takes_precedence():
     assert values("--max_grad_norm", "1.0", "--seed", "1", "--max_grad_norm", "0.0")["max_grad_norm"] == 0.0
 
 
+def test_of_two_names_in_one_file_the_last_takes_precedence_and_the_other_is_named(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"max_steps": 3, "seed": 5, "train_iters": 4}))
+    parsed = parse(PRETRAIN, [str(file), "--seed", "6"])  # flags override the file without a line
+    assert (parsed[TrainingArguments].max_steps, parsed[TrainingArguments].seed) == (4, 6)
+    assert parsed.notes == [f"{file}: max_steps 3 has no effect: {file}: train_iters 4 comes after it"]
+
+
 def test_dashes_equals_quotes_and_empty_strings():
     found = values("--max-seq-length=64", "--fp16_opt_level", "'O2'", "--sharding", "", "--learning_rate", "1e-4")
     assert (found["max_seq_length"], found["fp16_opt_level"], found["sharding"]) == (64, "O2", "")

@@ -214,7 +214,8 @@ class _Reader:
             return
         value = (not _cast_bool(given)) if negated else _cast(given, f, kind)
         before = parsed.sources[name].origin
-        if value != self.values[name] and {before, given.source.origin} <= {Origin.CLI, Origin.OVERRIDE}:
+        typed = {before, given.source.origin} <= {Origin.CLI, Origin.OVERRIDE}
+        if value != self.values[name] and (typed or before is given.source.origin):
             lost, counts = self._with_value(parsed.typed[name], self.values[name]), self._with_value(given.typed, value)
             why = "comes after it" if before is given.source.origin else "takes precedence"
             parsed.note(f"{lost} has no effect: {counts} {why}")
