@@ -36,10 +36,10 @@ from gptlm.config.parser import Vocabulary
 from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
 from gptlm.data.corpora import parse_input
-from gptlm.errors import GptlmError, UsageError, from_worker
+from gptlm.errors import GptlmError, UsageError, flags_as_typed, from_worker
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
 from gptlm.launcher.args import HELP as LAUNCH_HELP
-from gptlm.launcher.args import LAUNCH, parse_launch
+from gptlm.launcher.args import LAUNCH, check_cards, parse_launch
 from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.quiet import quiet_libraries
@@ -61,7 +61,8 @@ def pretrain(argv: Sequence[str]) -> int | None:
     run = with_conversions(lambda: parse_pretrain(words, os.environ, printing=printing), convert_first)
     if not run.refusals:
         try:  # before the imports, which take seconds
-            parse_input(run.data.input_dir or "")
+            with flags_as_typed(run.typed):
+                parse_input(run.data.input_dir or "")
         except GptlmError as error:
             if not printing:
                 raise
@@ -72,12 +73,15 @@ def pretrain(argv: Sequence[str]) -> int | None:
         _print_run(run)
         return None
     if run.launch:  # the command asks for processes that no launcher has started
-        return launch([*run.launch, "-m", "gptlm", "pretrain", *typed])  # each process chooses the layout again
+        words = [*run.launch, "-m", "gptlm", "pretrain", *typed]  # each process chooses the layout again
+        with flags_as_typed(run.typed):
+            return launch(words, on_gpus=not run.training.device.lower().startswith("cpu"))
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         with importing():
             from gptlm.recipes.pretrain.run import pretrain as recipe
-        recipe(run)
+        with flags_as_typed(run.typed):
+            recipe(run)
     return None
 
 
@@ -91,7 +95,8 @@ def sft(argv: Sequence[str]) -> None:
     with logged_in(run.training.output_dir):
         with importing():
             from gptlm.recipes.sft.run import sft as recipe
-        recipe(run)
+        with flags_as_typed(run.typed):
+            recipe(run)
 
 
 def merge_lora(argv: Sequence[str]) -> None:
@@ -174,11 +179,16 @@ def demo(argv: Sequence[str]) -> None:
         recipe(arguments)
 
 
-def launch(argv: Sequence[str]) -> int:
+def launch(argv: Sequence[str], *, on_gpus: bool = False) -> int:
+    """Start processes; `on_gpus` refuses more of them than there are GPUs."""
     from gptlm.launcher.run import count_cards, is_own
     from gptlm.launcher.run import launch as recipe
 
-    return recipe(parse_launch(argv, os.environ.get("CUDA_VISIBLE_DEVICES"), count_cards=count_cards, is_own=is_own))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    plan = parse_launch(argv, visible, count_cards=count_cards, is_own=is_own)
+    if on_gpus:
+        check_cards(plan, visible, count_cards)
+    return recipe(plan)
 
 
 def plan(argv: Sequence[str]) -> None:

@@ -83,6 +83,16 @@ def from_worker(text: str) -> str:
 
 
 @contextmanager
+def flags_as_typed(typed: Mapping[str, str]) -> Iterator[None]:
+    """Show flags in the messages of GptlmErrors as the user typed them."""
+    try:
+        yield
+    except GptlmError as error:
+        error.args = (with_flags_shown(error.marked, typed),)
+        raise
+
+
+@contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Note the stage on an unexpected exception; the innermost stage counts. Also a decorator."""
     try:

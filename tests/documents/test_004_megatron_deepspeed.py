@@ -11,10 +11,11 @@ import pytest
 
 from gptlm.cli import main
 from gptlm.data.indexed import open_tokens
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, UsageError
+from gptlm.launcher.args import check_cards, parse_launch
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.upstream.deepspeed import import_deepspeed
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_tokens
 
 TEXTS = [f"Dr. Smith wrote {n} letters. He lives in the U.S. and walks.\n\nNo. {n} was lost." for n in range(60)]
 TINY = (
@@ -186,3 +187,22 @@ def test_the_original_s_deepspeed_is_named(tmp_path, monkeypatch):
     assert version("deepspeed") == "0.6.0"
     with pytest.raises(GptlmError, match=r"DeepSpeed 0\.6\.0 cannot be imported.*pip install -r requirements\.txt"):
         import_deepspeed()
+
+
+def test_fewer_cards_than_the_recipe_s_eight(reader, capsys, monkeypatch):
+    """Refused before anything starts; the document has no command for fewer."""
+    words = ["pretrain", *typed(reader, "train_full_8p.sh", "--data_path=data/c")]
+    write_tokens(reader / "data" / "c")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(words) == 2
+    assert "8 processes on a machine with 2 GPUs" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = parse_launch(["--nproc_per_node", "8", "x.py"], "")
+    check_cards(plan, "", lambda: 1)  # none visible: the CPUs do it
+    with pytest.raises(UsageError, match="1 GPUs.*--num_gpus_per_node 1"):
+        check_cards(plan, None, lambda: 1)
+
+
+def test_messages_name_the_flag_of_the_document(reader, capsys):
+    assert main(["pretrain", *typed(reader, "train_full_8p.sh", "--data_path=nowhere"), *TINY]) == 1
+    assert "nowhere: No such file or directory; --data_path takes a folder" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from gptlm.data.blend import normalise
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, metadata_path, open_tokens, read_metadata
 from gptlm.data.order import split_bounds
-from gptlm.errors import GptlmError, doing
+from gptlm.errors import GptlmError, doing, named
 
 SPLITS = ("train", "valid", "test")
 SUFFIXES = ("_idx.npz", "_ids.npy", "_ids.npz", ".idx", ".bin")
@@ -68,18 +68,20 @@ def parse_input(input_dir: str) -> list[tuple[float, str]]:
     if os.path.isdir(input_dir) or len(words) < 2:
         return [(1.0, prefix) for prefix in find_prefixes(input_dir)]
     if len(words) % 2:
-        raise GptlmError(f"--input_dir {input_dir!r} has {len(words)} words; expected pairs 'weight1 prefix1 ...'")
+        raise GptlmError(
+            f"{named('input_dir')} {input_dir!r} has {len(words)} words; expected pairs 'weight1 prefix1 ...'"
+        )
     parts = []
     for weight, prefix in zip(words[::2], words[1::2], strict=True):
         try:
             parts.append((float(weight), prefix))
         except ValueError:
             raise GptlmError(
-                f"--input_dir: {weight!r} is not a weight; expected 'weight1 prefix1 weight2 prefix2 ...'"
+                f"{named('input_dir')}: {weight!r} is not a weight; expected 'weight1 prefix1 weight2 prefix2 ...'"
             ) from None
     weights = np.array([weight for weight, _ in parts])
     if not np.isfinite(weights).all() or weights.min() < 0 or weights.sum() <= 0:
-        raise GptlmError(f"--input_dir {input_dir!r}: weights must be 0 or more, finite, and not all 0")
+        raise GptlmError(f"{named('input_dir')} {input_dir!r}: weights must be 0 or more, finite, and not all 0")
     return parts
 
 
@@ -96,8 +98,8 @@ def find_prefixes(folder: str) -> list[str]:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise GptlmError(
-            f"cannot list the data folder {folder}: {error.strerror}; --input_dir takes a folder with .bin/.idx or "
-            "_ids.npy/_idx.npz files, or 'weight1 prefix1 weight2 prefix2'"
+            f"cannot list the data folder {folder}: {error.strerror}; {named('input_dir')} takes a folder with "
+            ".bin/.idx or _ids.npy/_idx.npz files, or 'weight1 prefix1 weight2 prefix2'"
         ) from error
     prefixes = {
         os.path.join(folder, name.removesuffix(suffix)): None

@@ -15,7 +15,7 @@ from gptlm.config.field import LARGEST_PORT, arg, check_fields
 from gptlm.config.parser import Parsed, Vocabulary, parse
 from gptlm.config.problem import Problem, usage_error
 from gptlm.config.run import tried
-from gptlm.errors import named
+from gptlm.errors import UsageError, named
 from gptlm.launcher import aliases
 from gptlm.launcher.script import ONE_PROCESS, program, split_command
 
@@ -228,15 +228,25 @@ def _device_problems(parsed: Parsed, devices: tuple[str, ...], visible: str | No
         parsed.note(f"{named('nproc_per_node')} {asked} leaves {len(devices) - asked} of the devices {given} idle")
 
 
+def check_cards(plan: LaunchPlan, visible: str | None, count_cards: Callable[[], int]) -> None:
+    """Raises UsageError if `plan` starts more processes on this node than it has GPUs; without any, they use CPUs."""
+    cards = len(plan.devices) or _count_visible(visible, count_cards)
+    if 0 < cards < plan.processes:
+        raise UsageError(
+            f"{plan.processes} processes on a machine with {cards} GPUs, and each needs its own: give "
+            f"{named('num_gpus_per_node')} {cards}, with degrees and batch sizes that fit, or {named('device')} cpu"
+        )
+
+
 def _default_processes(script: Sequence[str], visible: str | None, count_cards: Callable[[], int]) -> int:
     """The processes of a node if no argument names their number."""
-    return 1 if script[-1] in ONE_PROCESS else _count_visible(visible, count_cards)
+    return 1 if script[-1] in ONE_PROCESS else _count_visible(visible, count_cards) or 1
 
 
 def _count_visible(visible: str | None, count_cards: Callable[[], int]) -> int:
     if visible is not None:
-        return sum(re.fullmatch(CARD, card.strip()) is not None for card in visible.split(",")) or 1
-    return count_cards() or 1
+        return sum(re.fullmatch(CARD, card.strip()) is not None for card in visible.split(","))
+    return count_cards()
 
 
 def _resolve_nodes(parsed: Parsed, is_own: Callable[[str], bool]) -> Iterator[Problem]:
