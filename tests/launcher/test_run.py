@@ -185,53 +185,6 @@ def test_logs_that_cannot_be_written(here):
     assert code == 1 and "--log_dir log cannot be written to" in stderr
 
 
-CONTAINER = ["bash", str(ROOT / "scripts" / "launch_container.sh")]
-FAKE_DOCKER = '#!/bin/bash\nprintf "<%s>" "$@"\n'
-
-
-def container(here: Path, *words: str, docker: bool = True) -> subprocess.CompletedProcess:
-    (here / "bin").mkdir()
-    for name in ("bash", "sed"):
-        (here / "bin" / name).symlink_to(f"/bin/{name}")
-    if docker:
-        (here / "bin" / "docker").write_text(FAKE_DOCKER)
-        (here / "bin" / "docker").chmod(0o755)
-    return subprocess.run(
-        [*CONTAINER, *words], cwd=here, env={"PATH": str(here / "bin")}, capture_output=True, text=True, timeout=20
-    )
-
-
-def test_oneflow_s_container_command(here):
-    (here / "more data").mkdir()
-    words = ["--src", str(here), "--py", "3.7", "--image", "gptlm:1", "--wheel", "o.whl", "--extra-mount", "more data"]
-    result = container(here, *words, "--proxy=http://p:1", "--cmd", "python3 -m oneflow_gpt.training --num-nodes 1")
-    assert result.returncode == 0, result.stderr
-    line, arguments = result.stdout.splitlines()
-    assert line.startswith("docker run --rm --init --gpus all --network host --ipc host ")
-    given = arguments.strip("<>").split("><")
-    assert given[-4:] == ["gptlm:1", "bash", "-c", "gptlm launch python3 -m oneflow_gpt.training --num-nodes 1"]
-    assert f"{here}:{here}" in given and f"{here}/more data:{here}/more data" in given
-    assert "https_proxy=http://p:1" in given and "--tty" not in given
-    for word in ("--src", "--py", "--wheel"):
-        assert f"{word} has no effect" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "docker", "code", "message"),
-    [
-        (["--image", "i", "--cmd", "true"], False, 1, "docker is not installed here"),
-        (["--cmd", "true"], True, 2, "give --image IMAGE"),
-        (["--image", "i", "--extra-mount", "nowhere"], True, 2, "--extra-mount nowhere is not a folder"),
-        (["--imagine", "i"], True, 2, "--imagine is unknown"),
-        (["--image"], True, 2, "--image is unknown or lacks its value"),
-        (["--image", "i", "true"], True, 2, "unexpected argument 'true'"),
-    ],
-)
-def test_refused_container_commands(here, words, docker, code, message):
-    result = container(here, *words, docker=docker)
-    assert result.returncode == code and message in result.stderr
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
