@@ -51,7 +51,8 @@ atexit.register(gc.freeze)
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
 PRINT_HELP = """
-With --print_config nothing runs: the resolved run, the origin of each value and all log lines are printed as JSON."""
+With --print_config nothing runs: the resolved run, the origin of each value and all log lines are printed as JSON. What
+the command lacks to be started, such as data, is an error all the same."""
 
 
 def pretrain(argv: Sequence[str]) -> int | None:
@@ -139,7 +140,8 @@ def tokenizer(argv: Sequence[str]) -> None:
 def predict(argv: Sequence[str]) -> None:
     words, printing = _without_print_config(argv)
     if printing:
-        print(resolve_predict(words, printing=True, piped=_piped()).as_json())
+        found = resolve_predict(words, printing=True, piped=_piped())
+        _print_json(found.as_json(), found.missing)
         return
     arguments, notes = with_conversions(lambda: parse_predict(words, piped=_piped()), _convert_on_stderr)
     check_readable("input_file", None if arguments.input_file == STDIN else arguments.input_file)
@@ -160,7 +162,8 @@ def predict(argv: Sequence[str]) -> None:
 def evaluate(argv: Sequence[str]) -> None:
     words, printing = _without_print_config(argv)
     if printing:
-        print(resolve_evaluate(words, printing=True).as_json())
+        found = resolve_evaluate(words, printing=True)
+        _print_json(found.as_json(), found.missing)
         return
     processes = world_size()
     arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
@@ -265,7 +268,14 @@ def _print_run(run: Run) -> None:
             from gptlm.recipes.common.deepspeed import check_file
 
             check_file(run)
-    print(run.as_json())
+    _print_json(run.as_json(), run.missing)
+
+
+def _print_json(text: str, missing: Sequence[str]) -> None:
+    """Print a resolved command. Raises UsageError if it lacks something to be started, as its start would."""
+    print(text, flush=True)
+    if missing:
+        raise UsageError("\n".join(missing))
 
 
 def _parse_index(argv: Sequence[str]) -> Run:

@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from gptlm.cli import main
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.compat import megatron
 from gptlm.compat.defaults import DEFAULTS
@@ -66,7 +67,8 @@ def test_the_command_of_oneflow_s_document():
     assert {name: found["run"][name] for name in wanted} == wanted
     assert found["from"]["max_steps"] == "--train-iters" and found["from"]["seed"] == "default of oneflow"
     assert found["from"]["gradient_accumulation_steps"] == "derived: 8 / 4"
-    assert len(found["notes"]) == 1 and "--multihead-attention-fusion has no effect here" in found["notes"][0]
+    fusion, order = found["notes"]
+    assert "--multihead-attention-fusion has no effect here" in fusion and "std::shuffle" in order
 
 
 def test_megatron_has_its_own_defaults():
@@ -244,8 +246,9 @@ def test_errors_name_arguments_as_typed(text, says):
 
 def test_processes_that_the_command_asks_for():
     text = ONEFLOW.replace("--num-gpus-per-node 1", "--num-gpus-per-node 4 --num-nodes 2")
-    text = text.replace("--global-batch-size 8", "--global-batch-size 64")
-    assert resolve(text, printing=False).launch == ("--num_gpus_per_node", "4", "--num_nodes", "2")
+    text = text.replace("--global-batch-size 8", "--global-batch-size 64") + " --node-ips a,b"
+    launch = ("--num_gpus_per_node", "4", "--num_nodes", "2", "--node_ips", "a,b")
+    assert resolve(text, printing=False).launch == launch
     assert not resolve(text, printing=False, environment={"WORLD_SIZE": "8"}).launch
     assert not resolve(ONEFLOW, printing=False).launch
     assert json.loads(parse_pretrain(text.split(), {}, printing=True).as_json())["run"]["world_size"] == 8
@@ -271,6 +274,32 @@ def test_nodes_that_the_command_asks_for():
         refused(f"{base} --num-nodes 4 --node-ips a,b,c --rank 7", says, **rest)
         refused(f"{base} {four} --rank 4", "--rank 4: expected 0 to 3 with 4 nodes", **rest)
         refused(f"{base} --rank 1", "--rank 1: expected 0 without --num_nodes", **rest)
+
+
+def test_what_differs_in_oneflow_s_sample_order_is_logged_once():
+    for more, count in {"": 1, "--data_order megatron": 0, "--use-external-dataset": 0}.items():
+        run = resolve(f"{ONEFLOW} {more}")
+        assert run.data.data_order == "megatron"
+        assert sum("--data_order megatron: OneFlow's own loader shuffles" in note for note in run.notes) == count
+    assert not any("std::shuffle" in note for note in resolve(MEGATRON).notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-c pretrain_345M", "--dataset is missing: the folder with token files"),
+        ("-c distribute_pretrain_4n8d --dataset d", "--node_ips is missing: the addresses of the 4 nodes"),
+        ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --data-path d", "--save is missing"),
+    ],
+)
+def test_print_config_fails_where_a_start_would(words, says, capsys):
+    """It shows the run all the same."""
+    for more in ((), ("--print_config",)):
+        assert main(["pretrain", *words.split(), *more]) == 2
+        shown = capsys.readouterr()
+        assert says in shown.err, shown.err
+    printed = json.loads(shown.out)
+    assert printed["run"]["num_hidden_layers"] and any(says in note for note in printed["notes"])
 
 
 def test_the_rank_is_compared_with_the_launcher_s():

@@ -69,7 +69,7 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     """The command with task, detokenizer and lengths filled in.
 
     Args:
-        printing: for --print_config: a missing model is a note.
+        printing: for --print_config: a missing model is in `Parsed.missing`.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -89,15 +89,20 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
         *_device_problems(arguments, processes),
     ]
     name = arguments.model_name_or_path
-    if not name and not printing:
-        problems.append(Problem("model_name_or_path", "is missing: the folder of a trained model"))
+    missing = Problem("model_name_or_path", "is missing: the folder of a trained model")
+    if not name and printing:
+        parsed.note_missing(missing)
+    elif not name:
+        problems.append(missing)
     problems += [Problem("", line) for line in parsed.refusals if not printing]
     for unused in UNUSED[task]:
         if not parsed.is_default(unused):
             parsed.note(f"{named(unused)} has no effect with {named('task')} {task}")
     if problems:
         raise usage_error(problems, parsed.typed)
-    if not name or (printing and name not in PRESETS and not Path(name).is_dir()):
+    if not name:
+        return parsed
+    if printing and name not in PRESETS and not Path(name).is_dir():
         parsed.note(f"model {name} not found: sizes and lengths are not checked")
         return parsed
     shape = _find_shape(name, arguments.lora_path)

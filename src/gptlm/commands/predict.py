@@ -37,7 +37,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
     """The command with everything filled in.
 
     Args:
-        printing: for --print_config: a missing model is a note.
+        printing: for --print_config: a missing model is in `Parsed.missing`.
         piped: standard input is a pipe or a file. It is the input if no argument gives one.
 
     Raises:
@@ -60,7 +60,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
     if not parsed[PredictArguments].model_name_or_path:
         missing = Problem("model_name_or_path", "is empty: give --model_name_or_path, the folder of a model")
         if printing:
-            parsed.note(missing.marked)
+            parsed.note_missing(missing)
         else:
             problems.append(missing)
     if problems:

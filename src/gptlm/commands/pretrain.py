@@ -42,7 +42,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     """The run that `argv` and the launcher's `environment` describe.
 
     Args:
-        printing: the run is for --print_config: `--world_size` counts, folders that are not given are logged.
+        printing: the run is for --print_config: `--world_size` counts, folders that are not given are in `missing`.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -84,6 +84,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         typed=parsed.typed,
         notes=tuple(parsed.notes),
         refusals=refusals_of(parsed, pretrain_refusals(parsed, found.dims)),
+        missing=tuple(parsed.missing),
         launch=launch or (),
     )
 

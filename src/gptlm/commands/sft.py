@@ -101,4 +101,5 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         typed=parsed.typed,
         notes=tuple(parsed.notes),
         refusals=refusals_of(parsed, fine_tuning_refusals(found.dims)),
+        missing=tuple(parsed.missing),
     )

@@ -12,6 +12,7 @@ from gptlm.config.field import LARGEST_PORT, arg
 from gptlm.config.files import read_json
 from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed
+from gptlm.config.problem import Problem
 from gptlm.data.order import parse_split
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.presets import GPT2_VOCABULARY
@@ -77,6 +78,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+OUR_NAMES = ("per_device_train_batch_size", "max_steps", "input_dir", "output_dir", "max_seq_length")
+# what messages call arguments that are not given, to users who typed none of our names
+CALLED = {
+    "megatron": {"input_dir": "--data-path", "output_dir": "--save"},
+    "oneflow": {"input_dir": "--dataset", "output_dir": "--save"},
+}
+
+
 def default_of_mode(mode: str, detail: str = "") -> Source:
     """The source of a default of compat mode `mode`."""
     return Source(Origin.COMPAT_DEFAULT, f"default of {mode}{detail}")
@@ -94,6 +103,9 @@ def apply_compat(parsed: Parsed) -> str:
             parsed.set(flag, value, default_of_mode(mode))
     if parsed[DataArguments].eval_iters == 0:
         _apply_no_evaluation(parsed)
+    if not parsed.used.intersection(OUR_NAMES):
+        for flag, alias in CALLED.get(mode, {}).items():
+            parsed.typed.setdefault(flag, alias)
     if mode in ("megatron", "oneflow"):
         _apply_megatron(parsed, mode)
     _apply_sharding_and_masking(parsed)
@@ -113,7 +125,7 @@ def _detect(parsed: Parsed) -> str:
     """The compat mode by the arguments in use. Where they are mixed, OneFlow's come first, then Megatron's."""
     theirs = parsed.used & {*megatron.ONEFLOW, *megatron.MEGATRON}
     mode = "oneflow" if parsed.used & {*megatron.ONEFLOW} else "megatron" if theirs else "paddlenlp"
-    ours = sorted(parsed.used & {"per_device_train_batch_size", "max_steps", "output_dir", "max_seq_length"})
+    ours = sorted(parsed.used & {*OUR_NAMES} - {"input_dir"})
     if theirs and ours:
         shown = ", ".join("--" + name for name in (*sorted(theirs)[:2], *ours[:2]))
         parsed.note(
@@ -140,6 +152,8 @@ def _apply_megatron(parsed: Parsed, mode: str) -> None:
         parsed.put(replace(data, test_iters=data.eval_iters), default_of_mode(mode, ": eval_iters"))
     if training.logging_dir and not parsed.given("report_to"):
         parsed.set("report_to", ["tensorboard"], derived("a folder for its events"))
+    if mode == "oneflow" and not parsed.given("data_order") and "use_external_dataset" not in parsed.used:
+        parsed.note(f"{named('data_order')} megatron: {megatron.ONEFLOW_ORDER}")
     if mode == "oneflow" and compat.metric_print_format == "normal" and training.log_format == "oneflow":
         parsed.set("log_format", "oneflow-normal", parsed.sources["metric_print_format"])
 
@@ -231,6 +245,11 @@ def derive_processes(parsed: Parsed, environment: Mapping[str, str], printing: b
     launch: tuple[str, ...] = ()
     if given is not None:
         _compare_rank(parsed, environment)
+    elif nodes > 1 and not compat.node_ips:
+        problem = Problem("node_ips", f"is missing: the addresses of the {nodes} nodes, the same list on each")
+        if not printing:
+            raise UsageError(problem.marked)
+        parsed.note_missing(problem)
     if wanted is not None and given is None:
         if printing and parsed[ParallelArguments].world_size is None:
             parsed.set("world_size", wanted, derived(f"{per_node} x {nodes}"))

@@ -2,6 +2,10 @@
 
 from gptlm.compat.paddlenlp import OFF, OFF_DEGREE
 
+ONEFLOW_ORDER = (
+    "OneFlow's own loader shuffles Megatron's sample index with C++'s std::shuffle and rounds splits in float32; "
+    "its --use-external-dataset reads the samples in this order"
+)
 RENAMED = {
     "dialect": "compat",  # the name of earlier versions
     "wandb_exp_name": "run_name",
@@ -79,7 +83,7 @@ IGNORED = {
     "data_impl": FORMAT,
     "dataset_impl": FORMAT,
     "mmap_warmup": "files are memory-mapped and read as needed",
-    "use_external_dataset": "samples are always read in Megatron's order",
+    "use_external_dataset": "samples are read in Megatron's order anyway",
     "merge_file": "the tokenizer recorded with the token files is used",
     "tokenizer_type": "the tokenizer recorded with the token files is used",
     "tokenizer_model": "the tokenizer recorded with the token files is used",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from gptlm.config.field import LARGEST
 from gptlm.config.files import Argument, ReadSections, canonical, read_arguments
 from gptlm.config.origin import DEFAULT, Origin, Source
+from gptlm.config.problem import Problem
 from gptlm.errors import UsageError, with_flags_shown
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -81,11 +82,12 @@ class Parsed:
     Attributes:
         notes: lines for the log.
         aliases: argument that was given -> the name that gave it, perhaps an alias.
-        typed: argument that was given -> how messages call it.
+        typed: argument -> how messages call it: as the user typed it, or one that is not given as its original does.
         bare: arguments that were given as switches beside an alias with their value, see `args.training.arg`.
         used: every known name that was given.
         replaced: argument -> its value in the file, where the command gives another one.
         refusals: why the run can be shown but not started.
+        missing: with --print_config: what the command lacks to be started.
         from_sections: a FleetX configuration was read.
     """
 
@@ -98,6 +100,7 @@ class Parsed:
     used: set[str] = field(default_factory=set)
     replaced: dict[str, Any] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     from_sections: bool = False
 
     def __getitem__(self, kind: type[Group]) -> Group:
@@ -140,6 +143,11 @@ class Parsed:
         line = with_flags_shown(line, self.typed)
         if line not in self.notes:
             self.notes.append(line)
+
+    def note_missing(self, problem: Problem) -> None:
+        """With --print_config: add a line for the log about something that the command lacks to be started."""
+        self.note(problem.marked)
+        self.missing.append(with_flags_shown(problem.marked, self.typed))
 
     def as_json(self) -> str:
         """Values, the source of each, and the lines for the log."""

@@ -37,6 +37,7 @@ class Run:
         typed: argument that was given -> how messages call it.
         notes: lines to log once.
         refusals: why this version cannot start the run; empty when it can.
+        missing: with --print_config: what the command lacks to be started.
     """
 
     model: ModelArguments
@@ -50,6 +51,7 @@ class Run:
     typed: dict[str, str]
     notes: tuple[str, ...]
     refusals: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def batch(self) -> Batch:

@@ -103,10 +103,10 @@ def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
 
 
 def missing_folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[Problem]:
-    """A folder that is not given; for --print_config a log line."""
+    """A folder that is not given; --print_config shows the run all the same."""
     problem = Problem(name, f"is missing: {what}")
     if not parsed.value(name) and printing:
-        parsed.note(problem.marked)
+        parsed.note_missing(problem)
     elif not parsed.value(name):
         yield problem
 

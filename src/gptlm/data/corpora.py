@@ -99,7 +99,7 @@ def find_prefixes(folder: str) -> list[str]:
     except OSError as error:
         raise GptlmError(
             f"cannot list the data folder {folder}: {error.strerror}; {named('input_dir')} takes a folder with "
-            ".bin/.idx or _ids.npy/_idx.npz files, or 'weight1 prefix1 weight2 prefix2'"
+            ".bin/.idx or _ids.npy/_idx.npz files, the prefix of such files, or 'weight1 prefix1 weight2 prefix2'"
         ) from error
     prefixes = {
         os.path.join(folder, name.removesuffix(suffix)): None
