@@ -197,7 +197,7 @@ def test_fewer_cards_than_the_recipe_s_eight(reader, capsys, monkeypatch):
     assert main(words) == 2
     assert "8 processes on a machine with 2 GPUs" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    plan = parse_launch(["--nproc_per_node", "8", "x.py"], "")
+    plan = parse_launch(["--nproc_per_node", "8", "-m", "gptlm", "pretrain"], "")
     check_cards(plan, "", lambda: 1)  # none visible: the CPUs do it
     with pytest.raises(UsageError, match="1 GPUs.*--num_gpus_per_node 1"):
         check_cards(plan, None, lambda: 1)
