@@ -26,7 +26,7 @@ from gptlm.errors import GptlmError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # of the files; other ones are built again
+FORMAT = 2  # of the files; other ones are built again
 BYTES_PER_WORKER = 8 << 20  # less text is not worth a process
 
 

@@ -35,17 +35,17 @@ SCHEMA = pa.schema(
         "special": pa.string(),
     }
 )
-NUMBERS = ("prompt_length", "skipped_turns", "truncated_prompts", "truncated_responses")
-NO_END = -1
+NUMBERS = ("prompt_length", "skipped_turns", "truncated_prompts", "truncated_responses", "end_id")
+NO_END = -1  # in place of null, which `_view` cannot read
 
 
 def to_arrow(rows: Sequence[Row], special: Sequence[str | None]) -> pa.RecordBatch:
     """`rows`, and for each the special token in its texts."""
-    columns: dict[str, Any] = {name: pa.array([getattr(row, name) for row in rows], INT) for name in NUMBERS}
+    columns: dict[str, Any] = {name: pa.array([getattr(row, name) for row in rows], INT) for name in NUMBERS[:-1]}
     columns |= {
         "ids": _lists([row.ids for row in rows]),
         "targets": _lists([_runs(row.loss_mask) for row in rows]),
-        "end_id": pa.array([row.end_id for row in rows], INT),
+        "end_id": pa.array([NO_END if row.end_id is None else row.end_id for row in rows], INT),
         "response": pa.array([row.response for row in rows], pa.string()),
         "places": pa.array([[place for place, _ in row.earlier] for row in rows], pa.list_(INT)),
         "texts": pa.array([[text for _, text in row.earlier] for row in rows], pa.list_(pa.string())),
@@ -87,11 +87,9 @@ class StoredRows(Sequence[Row]):
         self._runs = [_views(batch.column("targets")) for batch in self.batches]
         self.lengths = _joined([np.diff(offsets) for offsets, _ in self._ids])
         self.targets = _joined([_sums(offsets, runs) for offsets, runs in self._runs])
-        self._prompt_lengths, self.skipped_turns, self.truncated_prompts, self.truncated_responses = (
-            _joined([batch.column(name).to_numpy() for batch in self.batches]) for name in NUMBERS
+        self._prompt_lengths, self.skipped_turns, self.truncated_prompts, self.truncated_responses, self.end_ids = (
+            _joined([_view(batch.column(name)) for batch in self.batches]) for name in NUMBERS
         )
-        ends = [batch.column("end_id").fill_null(NO_END).to_numpy() for batch in self.batches]
-        self.end_ids = _joined(ends)
 
     def __reduce__(self) -> tuple:
         return StoredRows, (self.path,)  # a worker process maps the file, too
@@ -135,14 +133,19 @@ class StoredRows(Sequence[Row]):
         found: list[str] = []
         for start, batch in zip(self._starts.tolist(), self.batches, strict=False):
             a, b = max(examples.start - start, 0), min(examples.stop - start, batch.num_rows)
-            if a < b:
+            if a < b and batch.column("special").null_count < batch.num_rows:  # nearly always all are null
                 found += batch.column("special").slice(a, b - a).drop_null().to_pylist()
         return found
 
 
 def _views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """Offsets and values of a column of lists, not copied."""
-    return column.offsets.to_numpy(), column.values.to_numpy()
+    return _view(column.offsets), _view(column.values)
+
+
+def _view(numbers: pa.Array) -> np.ndarray:
+    """Values without null, not copied; `to_numpy` would import pandas."""
+    return np.from_dlpack(numbers)
 
 
 def _item(views: tuple[np.ndarray, np.ndarray], place: int) -> np.ndarray:
