@@ -44,6 +44,7 @@ from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import is_launched, rank, world_size
+from gptlm.upstream.transformers import import_quickly
 
 # The interpreter's last garbage collection visits all that torch and transformers have made, for 1 to 3 s.
 atexit.register(gc.freeze)
@@ -79,7 +80,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
             return launch(words, on_gpus=not run.training.device.lower().startswith("cpu"))
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
-        with importing():
+        with importing(trainer=True):
             from gptlm.recipes.pretrain.run import pretrain as recipe
         with flags_as_typed(run.typed):
             recipe(run)
@@ -94,7 +95,7 @@ def sft(argv: Sequence[str]) -> None:
         return
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
-        with importing():
+        with importing(trainer=True):
             from gptlm.recipes.sft.run import sft as recipe
         with flags_as_typed(run.typed):
             recipe(run)
@@ -226,11 +227,15 @@ def data(argv: Sequence[str]) -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """No garbage collection: it takes a seventh of the time of large imports and finds nothing."""
+def importing(*, trainer: bool = False) -> Iterator[None]:
+    """transformers is imported quickly, and what is imported here without garbage collection.
+
+    Collecting takes a seventh of the time of large imports and finds nothing.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
+        import_quickly(trainer=trainer)
         yield
     finally:
         if was_enabled:
