@@ -79,17 +79,18 @@ assert isinstance(Accelerator(cpu=True).unwrap_model(torch.nn.DataParallel(torch
     assert imported(unwrap, ("deepspeed",)) == "['deepspeed']"  # else this needs no patch any more
 
 
-def test_imports_do_not_collect_garbage():
+def test_imports_do_not_collect_garbage_and_are_never_visited_by_later_collections():
     code = """
 import gc
 from gptlm.cli import importing
 with importing():
     assert not gc.isenabled()
-print(gc.isenabled())
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen > 100_000 > len(gc.get_objects())
 gc.disable()
 with importing():
-    pass
-assert not gc.isenabled()
+    more = [[] for _ in range(1000)]
+assert not gc.isenabled() and gc.get_freeze_count() <= frozen
 """
     assert imported(code, ("transformers.trainer",)) == "[]"
 
