@@ -1,5 +1,6 @@
 """OneFlow's GPT page, command by command, in small form."""
 
+import ast
 import json
 import os
 import re
@@ -29,6 +30,7 @@ TRAINING = " ".join(
     --fp16""".split()
 )
 WHEEL = "oneflow-0.3.5+cu112.git.75f11b825-cp37-cp37m-manylinux2014_x86_64.whl"
+OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 DOCKER_THAT_PRINTS = '#!/bin/bash\nprintf "<%s>" "$@"\n'
 DOCKER_THAT_RUNS = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
 
@@ -191,12 +193,30 @@ def test_what_is_mounted_and_installed(tmp_path):
         (["--image"], DOCKER_THAT_PRINTS, 2, "--image: expected one argument"),
         (["--image", "i", "true"], DOCKER_THAT_PRINTS, 2, "unexpected argument 'true'"),
         (["--image", "i", "--cmd", "true"], DOCKER_THAT_RUNS, 1, "image i contains no gptlm; build one with"),
+        (["--image", "i", "--py", OWN_PYTHON, "--cmd", "true"], DOCKER_THAT_RUNS, 1, "image i contains no gptlm"),
         (["--image", "i", "--py", "4.0", "--cmd", "true"], DOCKER_THAT_RUNS, 1, "the image has Python 3."),
     ],
 )
 def test_refused_container_commands(tmp_path, words, docker, code, message):
     result = launch_container(tmp_path, *words, docker=docker)
     assert result.returncode == code and message in result.stderr, result.stderr
+
+
+def test_the_container_script_runs_on_old_hosts():
+    text = (PAGE / "tools" / "launch_container.py").read_text()
+    tree = ast.parse(text, feature_version=(3, 7))
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= {"__future__", "argparse", "os", "pathlib", "re", "shlex", "shutil", "sys", "typing"}
+
+
+def test_commands_of_the_page_in_their_folder():
+    for words, said in ((TRAINING.split()[1:], '"num_hidden_layers": 24'), (["tools/preprocess_data.py"], "--append")):
+        more = "--help" if said.startswith("--") else "--print_config"
+        done = subprocess.run(
+            [sys.executable, *words, more], cwd=PAGE, env=environment(), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and said in done.stdout, done.stderr
 
 
 def test_what_the_dockerfile_copies_and_installs():
