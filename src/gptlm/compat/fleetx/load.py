@@ -105,7 +105,12 @@ def _with_bases(path: str, above: tuple[str, ...]) -> Tree:
         return tree
     if not isinstance(base, Leaf) or not isinstance(base.value, str):
         raise UsageError(f"{path}: {BASE} holds no file name")
-    return _merged(_with_bases(str(Path(path).parent / base.value), (*above, own)), tree)
+    below = Path(path).parent / base.value
+    if not below.is_file():
+        raise UsageError(
+            f"cannot read the configuration {below}, the {BASE} of {path}: there is no such file; copy it there"
+        )
+    return _merged(_with_bases(str(below), (*above, own)), tree)
 
 
 def _merged(base: Tree, child: Tree) -> Tree:
