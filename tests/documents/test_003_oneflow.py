@@ -154,7 +154,7 @@ def test_the_container_command_of_the_page(tmp_path):
     inside = arguments.split("><")[-1].rstrip(">\n")
     checks, _, command = inside.partition(" && exec bash -c ")
     assert shlex.split(command) == [f"gptlm launch {TRAINING}"] and "command -v gptlm" in checks
-    noted = f"launch_container.py: Python 3.7 and {WHEEL} are replaced by the Python and the gptlm of the image"
+    noted = f"launch_container.py: Python 3.7 and {WHEEL} are replaced by what the image contains"
     assert result.stderr.splitlines() == [noted, "launch_container.py: gptlm launch runs the training command"]
 
 

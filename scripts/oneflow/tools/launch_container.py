@@ -102,7 +102,7 @@ def container_command(arguments: Any) -> str:
         replaced.append(Path(arguments.wheel).name)
     if replaced:
         are = "are" if len(replaced) > 1 else "is"
-        note(f"{' and '.join(replaced)} {are} replaced by the Python and the gptlm of the image")
+        note(f"{' and '.join(replaced)} {are} replaced by what the image contains")
     if contains_gptlm(arguments.src):
         # without build isolation nothing is downloaded: the image has the packages that gptlm needs
         folder = shlex.quote(os.path.abspath(arguments.src))
