@@ -154,6 +154,11 @@ def _newest_below(asked: Path) -> Path:
     return found.path if found else asked
 
 
+def is_complete(run: Run, found: Checkpoint | None) -> bool:
+    """Whether nothing is left to train after the checkpoint `found`."""
+    return found is not None and found.manifest["global_step"] >= run.training.max_steps
+
+
 def check_shape(run: Run, found: Checkpoint) -> None:
     """Raises GptlmError if the checkpoint is of another model than the command's."""
     saved = asdict(shape_of_config(found.path / "config.json"))

@@ -25,12 +25,20 @@ from gptlm.model.build import check_finite
 from gptlm.model.safetensors_io import check_weights
 from gptlm.parallel.deepspeed import setup_deepspeed
 from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.zero_config import stage_of
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
 from gptlm.recipes.common.device import Device, choose_device, use_device
 from gptlm.recipes.common.model import log_weights_source
-from gptlm.recipes.common.resume import check_output, check_shape, find_resume_checkpoint, log_changes, settings
+from gptlm.recipes.common.resume import (
+    check_output,
+    check_shape,
+    find_resume_checkpoint,
+    is_complete,
+    log_changes,
+    settings,
+)
 from gptlm.recipes.common.training_args import hf_arguments, tracker_callbacks
 from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
@@ -95,6 +103,8 @@ def check_run(
 def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) -> Job:
     """Join the process group of a launcher."""
     deepspeed = deepspeed_config(run, device)
+    if deepspeed is not None and is_complete(run, resume) and stage_of(deepspeed) < 3:
+        deepspeed = None  # DeepSpeed evaluates without an optimizer in stage 3 only
     if deepspeed is not None:
         setup_deepspeed(on_cpu=device.type == "cpu")
     arguments = hf_arguments(run, device, deepspeed)
@@ -217,14 +227,14 @@ def schedule(run: Run) -> Schedule:
 
 
 def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) -> dict[str, float]:
-    """Train, save the final model, write results. A run that has reached its last step is only saved again.
+    """Train, save the final model, write results. A run that has reached its last step is saved and evaluated again.
 
     Args:
         position: where in the data a resumed run continues, for the log; None: at the next sample.
     """
     resume = job.resume
     _clear_output(run, trainer, resume)
-    if resume is not None and resume.manifest["global_step"] >= run.training.max_steps:
+    if resume is not None and is_complete(run, resume):
         done, wanted = resume.manifest["global_step"], run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", resume.path, done, wanted)
         _restore(trainer, resume.path)
@@ -249,13 +259,17 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
 
 
 def _restore(trainer: GPTTrainer, folder: Path) -> None:
-    """Weights and log history of a checkpoint; a converted one may have no history."""
-    trainer.checkpointer.load_weights(folder)
+    """Log history of a checkpoint, if it has one, and its weights, or those of the best one that the run ends with."""
     history = folder / checkpoint.HISTORY
     if history.is_file():
         trainer.state = TrainerState.load_from_json(str(history))
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        best = folder.with_name(f"checkpoint-{trainer.state.best_global_step}")
+        if trainer.args.load_best_model_at_end and best.is_dir():
+            logger.info("the best model is that of %s", best)
+            folder = best
+    trainer.checkpointer.load_weights(folder)
 
 
 def _last_evaluation(trainer: GPTTrainer) -> dict[str, float]:
