@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from gptlm.errors import GptlmError
 from gptlm.upstream import accelerate as upstream_accelerate
+from gptlm.upstream import datasets as upstream_datasets
 from gptlm.upstream import deepspeed as upstream_deepspeed
 from gptlm.upstream import peft as upstream_peft
 from gptlm.upstream import torch as upstream_torch
@@ -24,7 +25,14 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gptlm"
 FILES = [file for file in sorted(SOURCE.rglob("*.py")) if file.parent.name != "upstream"]
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors", "datasets", "tokenizers")
-MODULES = (upstream_torch, upstream_deepspeed, upstream_transformers, upstream_peft, upstream_accelerate)
+MODULES = (
+    upstream_torch,
+    upstream_deepspeed,
+    upstream_transformers,
+    upstream_peft,
+    upstream_accelerate,
+    upstream_datasets,
+)
 ALLOWED = {
     # torch.optim is written with them, and they are the only operators on lists of tensors
     "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_",

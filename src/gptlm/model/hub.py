@@ -1,10 +1,14 @@
-"""Built-in names -> local folders: from the hub's cache, else downloaded. Without a network: an error in seconds."""
+"""The hub: models (to local folders) and datasets, cached or downloaded. Without a network: an error in 2 s."""
 
-import os
 import re
 import socket
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, snapshot_download
 
@@ -20,10 +24,15 @@ from gptlm.model.files import (
     has_weights,
 )
 from gptlm.model.presets import PRESETS
+from gptlm.upstream.datasets import offline
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 TOKENIZER_FILES = [TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, "special_tokens_map.json"]
 MODEL_FILES = [CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
-CONNECT_SECONDS = 5
+CONNECT_SECONDS = 2
+DEFAULT_PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -62,16 +71,61 @@ def _cached(hub_id: str) -> Path | None:
 
 
 def _require_network() -> None:
-    """Fail within seconds where the hub cannot be reached; huggingface_hub's own retries take over a minute."""
+    """Raises ConnectionError, naming the reason, if the hub cannot be reached: huggingface_hub's retries take a minute.
+
+    A process tries to connect once.
+    """
     if constants.HF_HUB_OFFLINE:
         raise ConnectionError("HF_HUB_OFFLINE is set")
-    if any(os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")):
-        return  # the proxy connects, so that the hub itself need not be reachable
     host = urlsplit(constants.ENDPOINT)
+    name, proxies = host.hostname or "", getproxies()
+    proxy = proxies.get(host.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(name):
+        host = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    reason = _obstacle(host.hostname or "", host.port or DEFAULT_PORTS.get(host.scheme, 443))
+    if reason:
+        raise ConnectionError(f"no connection to {host.hostname}: {reason}")
+
+
+@cache
+def _obstacle(host: str, port: int) -> str | None:
+    """Why `host` cannot be reached within seconds; None if it can. Looking its name up has no time limit of its own."""
+    found: list[str] = [f"no answer within {CONNECT_SECONDS} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+            found.clear()
+        except OSError as error:
+            found[:] = [error.strerror or str(error)]
+
+    attempt = Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(CONNECT_SECONDS)
+    return next(iter(found), None)
+
+
+def hub_dataset(name: str, split: str) -> "Dataset":
+    """A dataset of the hub; without a network, from the cache of the datasets library.
+
+    Raises:
+        GptlmError: if it is neither cached nor downloadable.
+    """
+    import datasets
+
+    reason = None
     try:
-        socket.create_connection((host.hostname, host.port or 443), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(f"no connection to {host.hostname}: {error.strerror or error}") from error
+        _require_network()
+    except ConnectionError as error:
+        reason = str(error)
+    try:
+        with offline() if reason else nullcontext():
+            return datasets.load_dataset(name, split=split)
+    except Exception as error:  # datasets, huggingface_hub and their HTTP library each raise their own kinds
+        raise GptlmError(
+            f"the dataset {name} is neither on this machine nor on the HuggingFace hub ({reason or reason_of(error)}); "
+            f"give {named('dataset_name_or_path')} a local file or folder"
+        ) from error
 
 
 def model_folder(name: str, hint: str = "") -> str:

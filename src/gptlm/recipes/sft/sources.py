@@ -13,6 +13,7 @@ from gptlm.data.documents import Batch, table_batches
 from gptlm.data.examples import SUFFIXES, files_in, find_files, record_batches
 from gptlm.data.text_files import COMPRESSED, format_of, is_dataset, list_files, size_of
 from gptlm.errors import GptlmError, reason_of
+from gptlm.model.hub import hub_dataset
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -73,15 +74,7 @@ class HubDataset:
     @cached_property
     def table(self) -> "Dataset":
         """Raises GptlmError if it is neither in the cache nor on the hub."""
-        import datasets
-
-        try:
-            return datasets.load_dataset(self.name, split=self.split)
-        except Exception as error:  # datasets, huggingface_hub and requests each raise their own kinds
-            raise GptlmError(
-                f"the dataset {self.name} is neither on this machine nor on the HuggingFace hub ({reason_of(error)}); "
-                "give --dataset_name_or_path a local file or folder"
-            ) from error
+        return hub_dataset(self.name, self.split)
 
     @property
     def size(self) -> int:
