@@ -68,7 +68,7 @@ def test_the_command_of_oneflow_s_document():
     assert found["from"]["max_steps"] == "--train-iters" and found["from"]["seed"] == "default of oneflow"
     assert found["from"]["gradient_accumulation_steps"] == "derived: 8 / 4"
     fusion, order = found["notes"]
-    assert "--multihead-attention-fusion has no effect here" in fusion and "std::shuffle" in order
+    assert "--multihead-attention-fusion is always on here: query" in fusion and "std::shuffle" in order
 
 
 def test_megatron_has_its_own_defaults():

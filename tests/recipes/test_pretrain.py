@@ -362,10 +362,26 @@ def test_trackers_get_the_resolved_run(train, tiny_model, corpus_folder, tmp_pat
     assert {name: noted.get(name) for name in wanted} == wanted
 
 
-def test_visualdl_without_visualdl_is_tensorboard_with_one_line(train, tmp_path, capsys):
+def test_visualdl_without_visualdl_is_tensorboard_with_one_line(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gptlm.recipes.common.training_args.find_spec", lambda name: None)
     train("--report_to", "visualdl")
     assert capsys.readouterr().out.count("visualdl is not installed") == 1
     assert list(tmp_path.glob("out/runs/*/events.out.tfevents*"))
+
+
+def test_visualdl_reads_what_a_run_writes(train, tmp_path, capsys):
+    visualdl = pytest.importorskip("visualdl")
+    _, history = train("--report_to", "visualdl")
+    assert "visualdl is not installed" not in capsys.readouterr().out
+    (file,) = tmp_path.glob("out/runs/*/vdlrecords.*.log")
+    reader = visualdl.LogReader(file_path=str(file))
+    written = [(record.id, record.value) for record in reader.get_data("scalar", "train/loss")]
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert [step for step, _ in written] == [step for step, _ in losses]
+    assert [value for _, value in written] == pytest.approx([value for _, value in losses])
+    assert {"train/learning_rate", "eval/loss", "test/loss"} <= set(reader.get_tags()["scalar"])
+    assert json.loads(reader.get_data("text", "args")[0].text.encoded_text_string)["global_batch_size"] == 2
+    assert not list(tmp_path.glob("out/runs/*/events.out.tfevents*"))
 
 
 def test_weights_that_are_not_used_are_said_loudly(train, tiny_model, capsys):

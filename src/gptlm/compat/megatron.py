@@ -1,6 +1,6 @@
 """Training arguments of Megatron-LM, Megatron-DeepSpeed and OneFlow."""
 
-from gptlm.compat.paddlenlp import OFF, OFF_DEGREE
+from gptlm.compat.paddlenlp import FLASH, OFF, OFF_DEGREE, QKV
 
 ONEFLOW_ORDER = (
     "OneFlow's own loader shuffles Megatron's sample index with C++'s std::shuffle and rounds splits in float32; "
@@ -67,11 +67,11 @@ IGNORED = {
     "no_bias_gelu_fusion": KERNELS,
     "no_bias_dropout_fusion": KERNELS,
     "no_scale_tril_softmax_dropout_fusion": KERNELS,
-    "multihead_attention_fusion": KERNELS,
+    "multihead_attention_fusion": QKV,
     "no_query_key_layer_scaling": "the original scales scores down and up again; results are the same",
     "apply_query_key_layer_scaling": "the original scales scores down and up again; results are the same",
     "no_contiguous_buffers_in_local_ddp": KERNELS,
-    "use_flash_attn_v2": KERNELS,
+    "use_flash_attn_v2": FLASH,
     "profile_transformer_layer": "there is no profiler; torch.profiler works on the script",
     "profile_backward": "there is no profiler; torch.profiler works on the script",
     "log_num_zeros_in_grad": "it is not computed",

@@ -3,6 +3,8 @@
 Names have underscores here; the command line also accepts dashes.
 """
 
+from gptlm.config.parser import ALWAYS_ON
+
 # Values of refused arguments that are accepted: of a switch, and of a number of processes or experts (1 is none).
 OFF = ("", "0", "f", "false", "n", "no", "off", "none", "null")
 OFF_DEGREE = (*OFF, "1", "-1")
@@ -25,6 +27,10 @@ PRETRAIN_RENAMED = {
 }
 
 FUSED = "it selects a PaddlePaddle kernel; results are the same"
+FLASH = f"{ALWAYS_ON}attention uses the fastest kernel of the device, flash attention included"
+QKV = f"{ALWAYS_ON}query, key and value are one matrix; results are the same"
+LINEAR = f"{ALWAYS_ON}matrix product and bias are one operation; results are the same"
+COMPILED = f"{ALWAYS_ON}compiled blocks fuse it on a GPU (--torch_compile); results are the same"
 STATIC = "it configures PaddlePaddle's static graph engine"
 CHECKPOINT = "checkpoints have one safetensors format that loads with any parallel layout"
 
@@ -32,20 +38,20 @@ CHECKPOINT = "checkpoints have one safetensors format that loads with any parall
 PRETRAIN_IGNORED = {
     "model_type": "the architecture is read from model_name_or_path",
     "output_attentions": "training returns the loss only",
-    "use_flash_attention": "attention always uses the fastest kernel available, including flash attention",
-    "use_flash_attn": "attention always uses the fastest kernel available, including flash attention",
-    "fuse_attention_qkv": "query, key and value are always one matrix; results are the same",
-    "fuse_attention_ffn": FUSED,
-    "fused_linear": FUSED,
-    "use_fused_linear": FUSED,
+    "use_flash_attention": FLASH,
+    "use_flash_attn": FLASH,
+    "fuse_attention_qkv": QKV,
+    "fuse_attention_ffn": "GPT's feed-forward network has no gate, so there are no two matrices to fuse",
+    "fused_linear": LINEAR,
+    "use_fused_linear": LINEAR,
     "enable_fuse_transformer": FUSED,
     "fuse_sequence_parallel_allreduce": FUSED,
     "enable_linear_fused_grad_add": FUSED,
     "fused_linear_param_grad_add": FUSED,
-    "use_fast_layer_norm": FUSED,
-    "use_fused_rms_norm": FUSED,
-    "use_fused_rope": FUSED,
-    "use_fused_dropout_add": FUSED,
+    "use_fast_layer_norm": COMPILED,
+    "use_fused_rms_norm": "GPT has layer norms, no RMS norms",
+    "use_fused_rope": "GPT has learned positions, no rotary ones",
+    "use_fused_dropout_add": COMPILED,
     "recompute_use_reentrant": "recomputation is never reentrant; results are the same",
     "pp_recompute_interval": "every layer is recomputed, see --no_recompute_layers",
     "transformer_engine_backend": "Transformer Engine layers are not used",

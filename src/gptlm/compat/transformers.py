@@ -54,7 +54,7 @@ SFT_SETTINGS: Settings = TRAINING_SETTINGS | {
 }
 SFT_SETTINGS |= {"train_sampling_strategy": {"random": "", "group_by_length": "--group_by_length true"}}
 
-ATTENTION = "attention always uses the fastest kernel available, including flash attention"
+ATTENTION = "attention always uses the fastest kernel of the device, flash attention included"
 NO_UPLOAD = "gptlm uploads nothing; use hf upload with the output folder"
 TRACKIO = "trackio is not supported; --report_to accepts tensorboard and wandb"
 OWN_METRICS = "evaluation has its own metrics"

@@ -21,6 +21,7 @@ from gptlm.errors import UsageError, with_flags_shown
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
+ALWAYS_ON = "always on here: "  # begins the reason why a switch has no effect
 Group = TypeVar("Group")
 
 
@@ -202,7 +203,8 @@ class _Reader:
             for meant in _settings(given, vocabulary.settings[name]):
                 self.take(meant)
         elif name in vocabulary.ignored:
-            parsed.note(f"{given.typed} has no effect here: {vocabulary.ignored[name]}")
+            reason = vocabulary.ignored[name]
+            parsed.note(f"{given.typed} {'is' if reason.startswith(ALWAYS_ON) else 'has no effect here:'} {reason}")
         elif name in vocabulary.refused:
             off, reason = vocabulary.refused[name]
             if given.switched.lower() not in off:

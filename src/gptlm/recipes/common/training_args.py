@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -13,7 +14,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback, rewrit
 
 from gptlm.config.origin import Origin
 from gptlm.config.run import Run
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import Device
 from gptlm.recipes.common.main_process_first import init_gloo
@@ -133,7 +134,10 @@ class VisualDLCallback(TrainerCallback):
                     self.writer.add_scalar(tag=name, value=value, step=state.global_step)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.writer.close()
+        self.writer.flush()  # closed, it would start another file for the evaluations to come
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.writer.flush()
 
 
 def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
@@ -147,12 +151,11 @@ def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
     folder = run.training.logging_dir or str(output_dir / "runs" / f"{stamp}_{gethostname()}")
     callbacks: list[TrainerCallback] = []
     if "visualdl" in wanted and run.sources["report_to"].origin is not Origin.DEFAULT:
-        visualdl = _visualdl_writer(folder)
-        if visualdl is None:
-            logger.info("visualdl is not installed: events go to TensorBoard files in %s", folder)
+        try:
+            callbacks.append(VisualDLCallback(_visualdl_writer(folder), run.as_parameters()))
+        except GptlmError as error:
+            logger.info("%s: events go to TensorBoard files in %s", error, folder)
             wanted.add("tensorboard")
-        else:
-            callbacks.append(VisualDLCallback(visualdl, run.as_parameters()))
     elif "visualdl" in wanted:
         wanted.add("tensorboard")
     if "tensorboard" in wanted:
@@ -166,8 +169,11 @@ def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
 
 
 def _visualdl_writer(folder: str) -> Any:
+    """Raises GptlmError if visualdl is not there, or does not work with the packages that are."""
+    if find_spec("visualdl") is None:
+        raise GptlmError("visualdl is not installed (pip install 'gptlm[visualdl]')")
     try:
         from visualdl import LogWriter
-    except Exception:  # visualdl 2.5.3 fails in its own imports in several ways
-        return None
+    except Exception as error:  # its imports fail in several ways beside other versions of Flask-Babel and protobuf
+        raise GptlmError(f"visualdl cannot be imported ({reason_of(error)})") from error
     return LogWriter(logdir=folder)
