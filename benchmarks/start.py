@@ -4,9 +4,9 @@
 
 A tiny model (2 layers of 64, 1,000 entries) and tiny data, made by this script. "first" is the time until the line with
 the first result is read: one token of `predict`, the scores of one batch of `evaluate`, the log of the first training
-step. "all" is the time until the process has ended. "CPU" is user and system time of the whole process, which other
-load on the machine changes least. "GPT2LMHeadModel" and "Trainer" are the imports of these classes of transformers
-alone. Rounds are interleaved, after one of warm-up; medians.
+step. "all" is the time until the process has ended. "CPU" is user and system time, which other load on the machine
+changes least. "GPT2LMHeadModel" and "Trainer" are the imports of these classes of transformers alone. Rounds are
+interleaved, after one of warm-up, in which all byte code is compiled, even with PYTHONDONTWRITEBYTECODE; medians.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from made import Words, make_model, make_rows
 from strategies import write_data
 
@@ -42,7 +43,7 @@ COMMANDS = {  # name -> what the first line with a result contains, flags; {} is
         "--max_steps 2 --logging_steps 1 --do_train --overwrite_output_dir",
     ),
     "help": ("usage", "--help"),
-    "print_config": ("{", "--print_config --model_name_or_path gpt2-en"),
+    "print_config": ("{", "--print_config --model_name_or_path gpt2-en --input_dir {0}/data --output_dir {0}/printed"),
 }
 
 
@@ -59,7 +60,7 @@ def main() -> None:
         make_rows(folder / "sft", words, 20, 64)
         (folder / "lambada.jsonl").write_text(json.dumps({"text": words.text(20, 20)[1:]}) + "\n")
         write_data(folder / "data" / "c", 1000)
-        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (IMPORTS, *FLOORS, *arguments.only)}
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in (IMPORTS, *FLOORS, *arguments.only)}
         for _ in range(arguments.rounds + 1):
             for row in found:
                 found[row].append(measure(row, folder, gpu=arguments.gpu))
@@ -67,33 +68,39 @@ def main() -> None:
         row: [statistics.median(column) for column in zip(*times[1:], strict=True)] for row, times in found.items()
     }
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, medians of {arguments.rounds}\n")
-    print(f"{'':<28}{'first':>8}{'all':>8}{'CPU':>8}   relative to the imports")
+    columns = ("first", "CPU", "all", "CPU")
+    print(f"{'':<28}{''.join(f'{column:>8}' for column in columns)}   relative to the imports")
     for row, values in middle.items():
         ratios = [value / base for value, base in zip(values, middle[IMPORTS], strict=True)]
         print(f"{row:<28}" + "".join(f"{v:>7.2f}s" for v in values) + "   " + "".join(f"{r:>7.2f}" for r in ratios))
 
 
-def measure(row: str, folder: Path, *, gpu: bool) -> tuple[float, float, float]:
-    """Seconds to the first result, to the end, and of CPU time."""
+def measure(row: str, folder: Path, *, gpu: bool) -> tuple[float, float, float, float]:
+    """Seconds to the first result, and of CPU time until then; the same to the end."""
     awaited, command = None, ["-c", FLOORS.get(row, IMPORTS)]
     if row in COMMANDS:
         awaited, flags = COMMANDS[row]
         runs = row not in ("help", "print_config")  # these two are of `pretrain`
         command = ["-m", "gptlm", row if runs else "pretrain", *flags.format(folder).split()]
         command += ["--device", "gpu" if gpu else "cpu"] if runs else []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
     start, first = time.perf_counter(), None
     errors = open(folder / "errors", "w+")
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if first is None and awaited is not None and awaited in line:
-            first = time.perf_counter() - start
+            used = psutil.Process(process.pid).cpu_times()
+            first = time.perf_counter() - start, used.user + used.system
     _, status, usage = os.wait4(process.pid, 0)
-    end = time.perf_counter() - start
+    end = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
     errors.seek(0)
     if status or (first is None and awaited is not None):
         raise SystemExit(f"{row} failed:\n{errors.read()[-3000:]}")
-    return (end if first is None else first, end, usage.ru_utime + usage.ru_stime)
+    return (*(first or end), *end)
 
 
 if __name__ == "__main__":
