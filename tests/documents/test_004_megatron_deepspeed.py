@@ -206,3 +206,27 @@ def test_fewer_cards_than_the_recipe_s_eight(reader, capsys, monkeypatch):
 def test_messages_name_the_flag_of_the_document(reader, capsys):
     assert main(["pretrain", *typed(reader, "train_full_8p.sh", "--data_path=nowhere"), *TINY]) == 1
     assert "nowhere: No such file or directory; --data_path takes a folder" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_two_stages_twice(corpus_folder, tmp_path):
+    """As typed, with the recipe's pipeline: the second start makes no step and evaluates."""
+    data = next((corpus_folder / "mmap").glob("*.bin")).with_suffix("")
+    small = [*TINY, "--num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"]
+    words = [
+        str(ROOT / "scripts/train_full_8p.sh"),
+        f"--data_path={data}",
+        "--model_size=345M",
+        "--train_iters=2",
+        *small,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    rows = []
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
+        rows.append(table(done.stdout))
+    assert [(row["NAME"], row["Steps"]) for row in rows] == [("2p-CPU", "2"), ("2p-CPU", "-")]
+    assert rows[1]["samples/s"] == "-" and rows[1]["final PPL"] == rows[0]["final PPL"]
