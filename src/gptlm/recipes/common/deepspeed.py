@@ -39,7 +39,8 @@ def deepspeed_config(run: Run, device: Device) -> dict[str, Any] | None:
     if run.dims.pipeline > 1:
         if stage_of(config) > 1:
             raise UsageError(
-                f"{name}: ZeRO stage {stage_of(config)} does not work with pipelines; use stage 1\n"
+                f"{name}: ZeRO stage {stage_of(config)} does not work with pipelines; use stage 1, or "
+                "tensor parallelism in place of the pipeline\n"
                 f"  (PaddleNLP: {PIPELINE_STAGE})"
             )
         half = training.amp_master_grad and device.half_weights
