@@ -176,7 +176,7 @@ def test_data_parallelism_twice(tmp_path):
 
 
 @pytest.mark.distributed
-def test_sharding_on_two_nodes(tmp_path):
+def test_sharding_on_two_nodes_twice(tmp_path):
     """A process on each for the page's eight; both nodes are this machine, so each command has its rank."""
     write_tokens(tmp_path / "data" / "c", layout="npy")
     with socket.socket() as free:
@@ -184,7 +184,7 @@ def test_sharding_on_two_nodes(tmp_path):
         master = f"--master=127.0.0.1:{free.getsockname()[1]}"
     words = ["./tools/auto.py", "-c", f"{HERE}/pretrain_gpt_6.7B_sharding16.yaml"]
     words += overrides(*TINY, "Engine.max_steps=2", "Model.hidden_size=32", "Distributed.sharding.sharding_degree=2")
-    for again in (False,):
+    for again in (False, True):
         nodes = [
             launch(
                 "--log_dir", f"log_{rank}", master, "--nnodes=2", f"--rank={rank}", "--devices", "0", *words,
