@@ -132,7 +132,7 @@ def test_shards_of_several_machines_merge_to_the_whole(work, tmp_path, parts):
         ("--input_path letters.txt --vocab_file tok/vocab.json", 2, "--merge_file"),
         ("--input_path letters.txt --model_name nowhere", 1, "'nowhere' is neither a folder"),
         ("--input_path letters.txt --model_name tok --dataset_impl slow", 2, "'slow'"),
-        ("--input_path letters.txt --model_name tok --split-sentences", 1, "no data for 'english'"),
+        ("--input_path letters.txt --model_name tok --split-sentences --lang german", 1, "no data for 'german'"),
         ("--input_path letters.txt --model_name tok --workerz 2", 2, "did you mean --workers"),
         ("--model_name tok", 2, "--input_path is missing"),
         ("--input_path letters.txt --model_name tok --output_prefix x/", 2, "this is a folder"),
