@@ -102,6 +102,17 @@ def test_only_ranks_reads_the_launcher_s_environment():
     assert lines_with(pattern, but="ranks.py") == []
 
 
+def test_only_pretrained_calls_from_pretrained():
+    """It is the place that refuses the code of a folder."""
+    calls = [
+        file.relative_to(SOURCE).as_posix()
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+    ]
+    assert calls == ["model/pretrained.py"]
+
+
 def test_only_quiet_changes_other_libraries_logs():
     foreign_logger = r"getLogger\((?!__name__\)|\"gptlm\"\))"
     pattern = rf"{foreign_logger}|set_verbosity|(dis|en)able_progress|filterwarnings|simplefilter|DS_ACCELERATOR"

@@ -12,6 +12,7 @@ from gptlm.conversion.gpt2_names import FINAL_NORM, PARTS, WPE, WTE
 from gptlm.conversion.source import Source
 from gptlm.errors import GptlmError, named
 from gptlm.model.build import new_config
+from gptlm.model.pretrained import load_pretrained
 from gptlm.upstream.transformers import use_eager_attention
 
 MAX_DIFFERENCE = 1e-3  # of logits: above rounding in float32, far below a wrong tensor layout
@@ -56,7 +57,7 @@ def logits_of(source: Source, ids: Tensor, dtype: torch.dtype | None = None) -> 
 @torch.no_grad()
 def logits_of_folder(folder: Path, ids: Tensor) -> Tensor:
     """Float32 logits (B, T, V) of a stock GPT-2 folder as transformers loads it."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_pretrained(AutoModelForCausalLM, str(folder), dtype=torch.float32).eval()
     return model(ids).logits
 
 

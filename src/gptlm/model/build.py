@@ -12,6 +12,7 @@ from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
+from gptlm.model.pretrained import load_pretrained
 from gptlm.model.safetensors_io import LazyTensors
 
 SUPPORTED = {  # config key -> the values that our network implements
@@ -93,7 +94,7 @@ def load_model(
     """
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
-        loaded: Any = GPTLMHeadModel.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = load_pretrained(GPTLMHeadModel, source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:
         raise
     except Exception as error:  # safetensors, json, huggingface_hub and torch have error types of their own
@@ -127,7 +128,9 @@ def loaded_config(
         GptlmError: if it is missing, or of a variant that is not implemented.
     """
     try:
-        config = GPT2Config.from_pretrained(source)
+        config = load_pretrained(GPT2Config, source)
+    except GptlmError:
+        raise
     except Exception as error:  # huggingface_hub, json and OSError
         raise GptlmError(_unreadable(source, error)) from error
     _check_supported(config, source)

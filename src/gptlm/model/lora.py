@@ -20,6 +20,7 @@ from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.pretrained import load_pretrained
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.quiet import warnings_ignored
 from gptlm.upstream.peft import keep_trained_rows
@@ -136,7 +137,7 @@ def merge_adapters(model: GPTLMHeadModel, folder: Path, entries: int | None = No
         model.resize_token_embeddings(entries, mean_resizing=False)
     try:
         with warnings_ignored():  # PEFT expects Conv1D in a GPT-2 and warns about our nn.Linear
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            adapted = load_pretrained(PeftModel, str(folder), onto=model)
     except Exception as error:  # PEFT raises many kinds
         if is_out_of_memory(error):
             raise

@@ -12,6 +12,7 @@ from transformers import AddedToken, AutoTokenizer, GPT2Tokenizer, PreTrainedTok
 
 from gptlm.errors import GptlmError, doing, reason_of
 from gptlm.model.files import MERGES, TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, WORD_LIST, read_json
+from gptlm.model.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     if has_json:
         read_json(folder / TOKENIZER, remedy=DOWNLOAD)  # transformers ignores a damaged one, or does not name the file
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_pretrained(AutoTokenizer, source)
+    except GptlmError:
+        raise
     except Exception as error:  # transformers, tokenizers and huggingface_hub have error types of their own
         raise GptlmError(f"cannot load a tokenizer from {source}: {reason_of(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

@@ -1,0 +1,88 @@
+"""Python in a model's folder never runs, and nothing asks on the terminal whether it may."""
+
+import io
+import json
+import sys
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from gptlm.conversion.verify import fixed_batch, logits_of_folder
+from gptlm.errors import GptlmError
+from gptlm.model.build import load_model
+from gptlm.model.tokenizer import load_tokenizer, train_tokenizer
+
+TEXT = "the cat sat on the mat and the dog sat on the log " * 20
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model and tokenizer, beside them Python that leaves a file; whoever asks on the terminal gets a yes."""
+    source = tmp_path / "model"
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, vocab_size=290)).save_pretrained(source)
+    train_tokenizer([TEXT], 290).save_pretrained(source)
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\nclass Evil: pass\ndef generate(): pass\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    yield source
+    assert not (tmp_path / "pwned").exists()
+    assert sys.stdin.tell() == 0  # nothing was read
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+TOKENIZER = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_of_a_tokenizer_is_not_run(folder, known):
+    """Where transformers has the class, it is used; a class that only the folder has is refused by name."""
+    (folder / "config.json").unlink()
+    before = load_tokenizer(str(folder))("the cat")["input_ids"]
+    change(folder / "tokenizer_config.json", auto_map=TOKENIZER)
+    if not known:
+        change(folder / "tokenizer_config.json", tokenizer_class="Evil")
+        with pytest.raises(GptlmError, match=r"tokenizer_config.json is refused: its auto_map asks .*evil\.Evil"):
+            load_tokenizer(str(folder))
+        return
+    assert load_tokenizer(str(folder))("the cat")["input_ids"] == before
+
+
+def test_code_of_a_config_beside_a_tokenizer_is_not_run(folder):
+    """transformers asks config.json for the class of a tokenizer that names none; tokenizer.json needs no class."""
+    before = load_tokenizer(str(folder))("the cat")["input_ids"]
+    change(folder / "tokenizer_config.json", tokenizer_class=None)
+    change(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Evil"} | TOKENIZER)
+    assert load_tokenizer(str(folder))("the cat")["input_ids"] == before
+
+
+def test_code_of_a_model_is_not_run(folder):
+    ids = fixed_batch(290, 16)
+    before = logits_of_folder(folder, ids)
+    change(folder / "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    assert (logits_of_folder(folder, ids) == before).all()
+    assert load_model(str(folder)).config.n_layer == 1
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_compiled_code_of_the_hub_is_refused(folder, key):
+    change(folder / "config.json", **{key: "someone/kernel"})
+    with pytest.raises(GptlmError, match=f"config.json is refused: {key} 'someone/kernel' asks for compiled code"):
+        load_model(str(folder))
+    with pytest.raises(GptlmError, match="asks for compiled code"):
+        load_tokenizer(str(folder))
+
+
+def test_other_reasons_keep_their_sentence(folder):
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    change(folder / "tokenizer_config.json", auto_map=TOKENIZER)
+    with pytest.raises(GptlmError, match="cannot load a tokenizer from"):
+        load_tokenizer(str(folder))
+
+
+def test_the_class_in_the_file_is_the_one_that_is_used(folder):
+    change(folder / "tokenizer_config.json", auto_map=TOKENIZER, tokenizer_class="PreTrainedTokenizerFast")
+    assert isinstance(load_tokenizer(str(folder)), PreTrainedTokenizerFast)
