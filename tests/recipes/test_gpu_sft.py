@@ -8,6 +8,7 @@ import torch
 
 from gptlm.commands.sft import parse_sft
 from gptlm.recipes.sft.run import sft
+from gptlm.upstream.torch import recomputes_open_shapes
 from tests.recipes.test_sft import NO_DROPOUT, WORDS, model  # noqa: F401
 
 pytestmark = [
@@ -95,3 +96,13 @@ def test_without_graphs_lengths_are_not_compiled(tune):
     said = tune("x", "--max_steps", 2, "--cuda_graphs", 1, "--pad_to_multiple_of", 1)[2]
     assert "--cuda_graphs has no effect: batches are as long as their longest example" in said
     assert "are compiled" not in said
+
+
+@pytest.mark.parametrize("words", ["", "--lora"])
+def test_recomputed_layers_of_several_lengths(tune, words):
+    """Compiled where torch can; the losses are those without recomputation."""
+    words = [*words.split(), *NO_DROPOUT, "--fp16_opt_level", "O0"]
+    plain = tune("plain", *words, "--torch_compile", 0)[0]
+    found, _, said = tune("recomputed", *words, "--recompute", 1)
+    assert found == pytest.approx(plain, abs=1e-4)
+    assert ("does not compile recomputed layers for several lengths" in said) == (not recomputes_open_shapes())

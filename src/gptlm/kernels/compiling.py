@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gptlm.kernels import fused_gelu
 from gptlm.kernels.linear_cross_entropy import chunk_loss, chunk_scores
-from gptlm.upstream.torch import triton_obstacle
+from gptlm.upstream.torch import leave_open, opens_dimensions, recomputes_open_shapes, triton_obstacle
 
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory, longer chunks cost less and fill the GPU better
 
@@ -23,9 +24,8 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
         within_hooks: leave a block's hooks uncompiled, such as those of ZeRO stage 3, which gather its weights.
         fused: allow GELU inside matrix products. Each costs 0.1 ms of CPU time, too much for the small micro-batches
             of a pipeline.
-        lengths_vary: compile once for all sequence lengths.
+        lengths_vary: compile once for all sequence lengths, not first for one of them.
     """
-    dynamic = True if lengths_vary else None
     fused = fused and fused_gelu.is_available()
     for block in model.transformer.own_blocks:
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; to recompute dropout, the
@@ -33,18 +33,28 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
         options: Any = None if block.recompute else {"fallback_random": True}
         block.mlp.fused = fused and block.recompute != "full"  # a fused layer keeps its results, so nothing is saved
         if within_hooks:
-            block.forward = torch.compile(block.forward, dynamic=dynamic, options=options)
+            block.forward = torch.compile(block.forward, options=options)
         else:
-            block.compile(dynamic=dynamic, options=options)
-    compile_loss(model)
-
-
-def compile_loss(model: Any) -> None:
-    """Compile the loss of `model` at its first use."""
+            block.compile(options=options)
+    if lengths_vary and opens_dimensions():  # dynamic=True would leave numbers of the code open, too: twice the time
+        model.transformer.drop.register_forward_hook(_leave_shape_open)
     # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
     chunk, scores = torch.compile(chunk_loss), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
     model.output_scores = partial(model.output_scores, chunk=scores, chunk_tokens=COMPILED_CHUNK)
+
+
+def _leave_shape_open(drop: Any, arguments: Any, hidden: Tensor) -> None:
+    # the batch, too: where it is known, inductor's sums over all tokens take four times as long (torch 2.11, H200)
+    leave_open(hidden, dimensions=(0, 1))
+
+
+def lengths_obstacle(model: Any) -> str | None:
+    """Why the blocks of `model` cannot be trained compiled where lengths vary, or None."""
+    recomputed = {block.recompute for block in model.transformer.own_blocks} - {"", "core_attn"}
+    if recomputed and not recomputes_open_shapes():
+        return f"torch {torch.__version__} does not compile recomputed layers for several lengths (2.13 does)"
+    return None
 
 
 def compile_obstacle(device: str) -> str | None:

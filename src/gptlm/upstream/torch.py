@@ -40,12 +40,13 @@ NVLINK = (
     Needed("torch._C._autograd", "DeviceType.CUDA"),
 )
 TRITON = (Needed("torch.utils._triton", "has_triton"),)
+DYNAMIC = (Needed("torch._dynamo", "maybe_mark_dynamic", ("t", "index")),)
 STAGE = (Needed("torch.distributed.pipelining", "PipelineStage._prepare_forward_infra"),)
 LAST_LR = (Needed("torch.optim.lr_scheduler", "LRScheduler", uses=("_last_lr",)),)
 REBUILD = tuple(
     Needed("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
 )
-ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *STAGE, *LAST_LR, *REBUILD)
+ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *DYNAMIC, *STAGE, *LAST_LR, *REBUILD)
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:
@@ -137,6 +138,24 @@ def triton_obstacle() -> str | None:
     from torch.utils._triton import has_triton
 
     return None if has_triton() else "Triton is not installed, or does not support this GPU"
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+def opens_dimensions() -> bool:
+    """Whether `leave_open` works with this torch."""
+    return available("torch", DYNAMIC, "blocks are compiled twice where lengths vary")
+
+
+def leave_open(x: Tensor, *, dimensions: tuple[int, ...]) -> None:
+    """Let compiled code that meets `x` serve all sizes of `dimensions`, where it would first serve these alone."""
+    torch._dynamo.maybe_mark_dynamic(x, dimensions)
+
+
+def recomputes_open_shapes() -> bool:
+    """Whether torch compiles checkpoints for open shapes. 2.11 fails ("Node add_225 was invalid, but is output")."""
+    return torch.__version__ >= "2.13"
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

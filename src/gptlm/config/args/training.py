@@ -182,9 +182,7 @@ class TrainingArguments:
     loss_scale_window: int = arg(2000, "fp16: steps without overflow before the loss scale doubles", ge=1)
     hysteresis: int = arg(1, "fp16: overflows before the loss scale halves", ge=1)
     min_loss_scale: float = arg(1.0, "fp16: minimum loss scale; an overflow there stops the run", ge=1)
-    torch_compile: bool | None = arg(
-        None, "compile layers and loss; unset: on a GPU (padded batches with adapters: the loss alone)"
-    )
+    torch_compile: bool | None = arg(None, "compile layers and loss; unset: on a GPU")
     cuda_graphs: bool | None = arg(
         None,
         "replay forward and backward of a micro-batch as a CUDA graph, one for each shape; unset: if compiled, without "

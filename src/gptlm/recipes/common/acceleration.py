@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, named
-from gptlm.kernels.compiling import compile_loss, compile_model, compile_obstacle
+from gptlm.kernels.compiling import compile_model, compile_obstacle, lengths_obstacle
 from gptlm.kernels.float8 import convert_to_float8
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
@@ -46,14 +46,12 @@ def accelerate(
     *,
     lengths_vary: bool = False,
     uneven: str | None = None,
-    adapters: bool = False,
 ) -> Acceleration:
     """Compile `model` and let it multiply in float8 as the flags ask; decide what its trainer does.
 
     Args:
         lengths_vary: the sequence length is not the same in all batches.
         uneven: why shapes of batches do not repeat, if they do not.
-        adapters: the blocks get adapters. Where lengths vary, such blocks are compiled on request only.
     """
     _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
     parameters = model.num_parameters()
@@ -67,8 +65,7 @@ def accelerate(
     is_graph_wanted = run.training.cuda_graphs is not False
     # without a graph, checking for each block whether its code fits a length costs more time than compiling saves
     default = not lengths_vary or (obstacle is None and is_graph_wanted)
-    how = {"default": default, "lengths_vary": lengths_vary, "adapters": adapters}
-    is_compiled = _compile(run, model, device.type, deepspeed, **how)
+    is_compiled = _compile(run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary)
     if obstacle is None and not is_compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and is_graph_wanted:
@@ -101,12 +98,11 @@ def _compile(
     *,
     default: bool,
     lengths_vary: bool,
-    adapters: bool,
 ) -> bool:
     """Compile blocks and loss as --torch_compile asks; unset, on a GPU where that is the `default`.
 
     Returns:
-        Whether they are compiled, or the loss alone where blocks with `adapters` see several lengths.
+        Whether they are compiled.
     """
     wanted = run.training.torch_compile
     if not (default and device == "cuda" if wanted is None else wanted):
@@ -115,14 +111,8 @@ def _compile(
     obstacle = compile_obstacle(device)
     if sharded and not gathers_whole_blocks(deepspeed or {}):
         obstacle = "ZeRO stage 3 gathers each weight separately here, as with adapters (stage 2 does not)"
-    if obstacle is None and adapters and lengths_vary and not wanted:
-        # one compilation for all lengths of a block with adapters had not ended after 45 s (torch 2.11, H200)
-        compile_loss(model)
-        logger.info(
-            "the loss is compiled; blocks with adapters are not, because lengths differ (--torch_compile 1 compiles "
-            "them, which can take minutes)"
-        )
-        return True
+    if obstacle is None and lengths_vary:
+        obstacle = lengths_obstacle(model)
     if obstacle is None:
         fused = run.dims.pipeline == 1
         compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)

@@ -102,8 +102,8 @@ def _run(
     uneven = (
         None if collate.shapes_repeat else "batches are as long as their longest example (see --pad_to_multiple_of)"
     )
-    varies, adapters = not run.data.zero_padding, run.lora.lora
-    acceleration = accelerate(run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven, adapters=adapters)
+    varies = not run.data.zero_padding
+    acceleration = accelerate(run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven)
     if run.lora.lora:
         model = _with_adapters(run, model, new_tokens, device)
         if resume is None and run.lora.lora_path:
