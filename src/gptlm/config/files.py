@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 
 from gptlm.config.origin import Origin, Source
-from gptlm.errors import UsageError
+from gptlm.errors import UsageError, reason_of
 
 YAML_ENDINGS = (".yaml", ".yml")
 NEAR = 0.5  # how alike names are that an error lists first, 1 is equal
+MAX_YAML = 1 << 18  # characters of a file, and values in it with each alias as a copy
+MAX_NUMBER = 400  # characters, enough for each float without an exponent
 SHIPPED = "configs"  # folder of the package with configurations that can be named without a path
 
 
@@ -212,7 +214,7 @@ def load_yaml(path: str) -> Tree:
     """The mapping in a YAML file, each value with its line.
 
     Raises:
-        UsageError: if it cannot be read, or is not a mapping.
+        UsageError: if it cannot be read, is not a mapping, or is larger than any configuration.
     """
     shown = str(path).removeprefix(f"{resources.files('gptlm')}/")
     try:
@@ -221,10 +223,13 @@ def load_yaml(path: str) -> Tree:
         raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"the configuration {path} is not UTF-8 (byte {error.start})") from error
+    if len(text) > MAX_YAML:
+        raise UsageError(f"the configuration {path} has {len(text):,} characters, at most {MAX_YAML:,} are read")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"the configuration {path} holds no mapping of key -> value")
+        _check_nodes(root, path, {})
         return _tree(root, shown, yaml.SafeLoader(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -232,6 +237,36 @@ def load_yaml(path: str) -> Tree:
         raise UsageError(
             f"the configuration {path}{where} is not valid YAML: {getattr(error, 'problem', error)}"
         ) from error
+    except RecursionError as error:
+        raise UsageError(f"the configuration {path} is nested too deeply") from error
+
+
+def _check_nodes(node: yaml.Node, path: str, sizes: dict[int, int]) -> int:
+    """The number of nodes under `node`, each alias counted as a copy, because reading makes one of it.
+
+    Args:
+        sizes: of the nodes that are done, by `id`; 0 for those that contain `node`.
+
+    Raises:
+        UsageError: if there are too many, a node contains itself, or a number is too long.
+    """
+    place = f"the configuration {path}, line {node.start_mark.line + 1}"
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise UsageError(f"{place}: an alias refers to a value that contains the alias; write the value out")
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    size = 1
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER:
+            raise UsageError(f"{place}: {node.value[:20]}... is a number of {len(node.value):,} characters")
+    else:
+        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        size += sum(_check_nodes(part, path, sizes) for part in parts)
+    if size > MAX_YAML:
+        raise UsageError(f"{place}: aliases repeat more than {MAX_YAML:,} values; write the values out")
+    sizes[id(node)] = size
+    return size
 
 
 def find(path: str) -> tuple[str, str]:
@@ -269,15 +304,26 @@ def _tree(node: yaml.MappingNode, path: str, loader: yaml.SafeLoader) -> Tree:
     # Composed nodes keep the line of each key, which yaml.safe_load drops.
     found: Tree = {}
     for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node, deep=True))
+        key = str(_value(key_node, path, loader))
         place = f"{path}:{key_node.start_mark.line + 1}"
         if key in found:
             raise UsageError(f"{place}: {key} occurs twice; remove one")
         if isinstance(value_node, yaml.MappingNode):
             found[key] = _tree(value_node, path, loader)
         else:
-            found[key] = Leaf(loader.construct_object(value_node, deep=True), Source(Origin.FILE, place))
+            found[key] = Leaf(_value(value_node, path, loader), Source(Origin.FILE, place))
     return found
+
+
+def _value(node: yaml.Node, path: str, loader: yaml.SafeLoader) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # PyYAML, of 2026-99-99 or !!int x
+        shown = f"{node.value!r:.60}" if isinstance(node, yaml.ScalarNode) else "a value"
+        raise UsageError(
+            f"{path}:{node.start_mark.line + 1}: {shown} cannot be read ({reason_of(error)}); give another value, or "
+            "put it in quotes if it is a text"
+        ) from error
 
 
 def _argument(name: str, value: Any, source: Source, typed: str) -> Argument:
