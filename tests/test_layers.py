@@ -16,6 +16,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "__init__": -3,
     "errors": -2,
     "disk": -1,
+    "json_text": -1,
     "quiet": -1,
     "ranks": -1,
     "upstream": -1,

@@ -64,7 +64,11 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, KeyError) and error.args:
         return f"{error.args[0]!r} is missing"
+    if isinstance(error, RecursionError):
+        return "too deeply nested"
     text = CONTROL.sub("", TERMINAL_CODE.sub("", from_worker(str(error))))
+    if "sys.set_int_max_str_digits" in text:  # advice that is not for users
+        return "a number has thousands of digits"
     sentence = ""
     for line in filter(None, map(str.strip, text.splitlines())):
         sentence = f"{sentence} {line}".strip()

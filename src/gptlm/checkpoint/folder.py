@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 
 from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
+from gptlm.json_text import parse_json
 
 MANIFEST = "manifest.json"
 HISTORY = "trainer_state.json"
@@ -72,7 +73,7 @@ def read(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise GptlmError(f"the checkpoint {path} does not exist; --resume_from_checkpoint takes a checkpoint-N folder")
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         files = manifest.pop("files")
     except FileNotFoundError:
         raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
@@ -93,7 +94,7 @@ def read(path: Path) -> Checkpoint:
 def _check_history(path: Path) -> None:
     """Raises GptlmError if the log of the run that the Trainer reads is damaged; a converted checkpoint has none."""
     try:
-        json.loads((path / HISTORY).read_text(encoding="utf-8"))
+        parse_json((path / HISTORY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -103,7 +104,7 @@ def _check_history(path: Path) -> None:
 def log_lines_in(path: Path) -> int:
     """Log lines that the checkpoint in `path` hands to a run that resumes from it; a converted one has none."""
     history = path / HISTORY
-    return len(json.loads(history.read_text(encoding="utf-8"))["log_history"]) if history.is_file() else 0
+    return len(parse_json(history.read_text(encoding="utf-8"))["log_history"]) if history.is_file() else 0
 
 
 def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -7,7 +7,6 @@ of its newest checkpoint, or of the model in it. A run of another task uses the 
     output/sft, output/lora                          fine-tuning and adapters, from commands with the same output_dir
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from gptlm.config.args.training import TrainingArguments
 from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError, named
+from gptlm.json_text import parse_json
 from gptlm.model.adapter_files import is_adapter
 from gptlm.model.files import has_weights
 
@@ -38,7 +38,7 @@ def owner_of(folder: Path) -> str | None:
     """The task whose run `folder` holds; None if it holds none, or nothing says which."""
     for path in reversed(folders(folder)):
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue  # not whole: the next one decides, and the run says so
         return task_of(Checkpoint(path, manifest if isinstance(manifest, dict) else {}))
@@ -113,7 +113,7 @@ def _holds_model(folder: Path) -> bool:
 
 def _task_in_run_file(folder: Path) -> str | None:
     try:
-        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        run = parse_json((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(run, dict):

@@ -14,6 +14,7 @@ import yaml
 
 from gptlm.config.origin import Origin, Source
 from gptlm.errors import UsageError, reason_of
+from gptlm.json_text import parse_json
 
 YAML_ENDINGS = (".yaml", ".yml")
 NEAR = 0.5  # how alike names are that an error lists first, 1 is equal
@@ -176,10 +177,10 @@ def _split(rest: list[str], problems: list[str]) -> Iterator[Argument]:
 def read_json(path: str, what: str) -> dict[str, Any]:
     """The JSON object in the file `path`, which messages call `what`. Raises UsageError."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{what} holds no JSON object")

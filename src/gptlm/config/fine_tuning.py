@@ -1,6 +1,5 @@
 """Fine-tuning: which model is evaluated, the adapters, lengths and metrics that follow, and what can be wrong."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from gptlm.config.origin import Origin, Source, derived
 from gptlm.config.parser import Parsed, shown
 from gptlm.config.problem import Problem
 from gptlm.errors import GptlmError, UsageError, named
+from gptlm.json_text import parse_json
 from gptlm.model.adapter_files import check_fit, is_adapter, read_adapter_config
 from gptlm.model.files import ADAPTER_CONFIG, has_weights
 from gptlm.model.presets import Shape
@@ -87,7 +87,7 @@ def _trained_in(folder: Path) -> Path | None:
 def _is_start(name: str, folder: Path, trained: Path, base: str | None) -> bool:
     """Whether `name` is the model that the run in `folder` started from, or what it has trained."""
     try:
-        noted = json.loads((trained / RUN_FILE).read_text(encoding="utf-8")).get("model_name_or_path")
+        noted = parse_json((trained / RUN_FILE).read_text(encoding="utf-8")).get("model_name_or_path")
     except (OSError, ValueError, AttributeError):
         noted = None
     same = [name == other or Path(name).resolve() == Path(other).resolve() for other in (noted, base) if other]

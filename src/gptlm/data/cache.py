@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gptlm.disk import replacing
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def _load(folder: Path, name: str, what: dict) -> Arrays | None:
     """The arrays of an entry; None if it does not exist or, with a warning, if it is damaged."""
     description = folder / f"{name}.json"
     try:
-        entry = json.loads(description.read_text(encoding="utf-8"))
+        entry = parse_json(description.read_text(encoding="utf-8"))
         if entry["of"] != json.loads(json.dumps(what)) or not entry["arrays"]:
             raise ValueError("it describes something else")
         return {key: _load_array(folder / f"{name}_{key}.npy", entry["arrays"]) for key in entry["arrays"]}

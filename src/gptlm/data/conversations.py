@@ -1,10 +1,10 @@
 """Examples of fine-tuning, and conversations: messages from records, and how they become examples."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from gptlm.errors import GptlmError
+from gptlm.json_text import parse_json
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
@@ -175,8 +175,8 @@ def _parse_tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     try:
-        found = json.loads(tools) if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:
+        found = parse_json(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
         raise GptlmError(f"{place}: tools is not valid JSON ({error})") from error
     if found and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
         raise GptlmError(f"{place}: tools is not a list of JSON schemas")

@@ -6,7 +6,6 @@ are read whole by the shard that has their first byte.
 """
 
 import io
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from gptlm.data.text_files import (
     size_of,
 )
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -332,7 +332,7 @@ def split_lines(batch: Batch) -> Batch:
         if len(content) < size:
             raise GptlmError(_shorter(batch.file))
     if batch.is_array:
-        return replace(batch, records=json.loads(b"[" + content + b"]"))
+        return replace(batch, records=parse_json(b"[" + content + b"]"))
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=batch.numbers[0]) if line.strip()]
     return replace(batch, numbers=[number for number, _ in lines], records=[line for _, line in lines])
 

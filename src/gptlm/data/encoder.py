@@ -26,6 +26,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 
 if TYPE_CHECKING:  # worker processes import this module, and transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -134,7 +135,7 @@ def _load_gigatoken(tokenizer_file: str, allow_special_tokens: bool) -> Any:
         raise GptlmError(
             "--tokenizer_backend gigatoken needs the package: pip install -c requirements/constraints.txt 'gptlm[fast]'"
         ) from error
-    content = json.loads(Path(tokenizer_file).read_text(encoding="utf-8"))
+    content = parse_json(Path(tokenizer_file).read_text(encoding="utf-8"))
     if not allow_special_tokens:
         added = content.get("added_tokens") or []
         content["added_tokens"] = [token for token in added if not token.get("special")]
@@ -158,7 +159,7 @@ class Cutter:
     def __init__(
         self, tokenizer: Tokenizer, allow_special_tokens: bool, encode: Callable[[list[str]], list[list[int]]]
     ):
-        content = json.loads(tokenizer.to_str())
+        content = parse_json(tokenizer.to_str())
         added = [token for token in content.get("added_tokens") or [] if allow_special_tokens or not token["special"]]
         self._added = [token["content"] for token in added]
         self._reach = max(map(len, self._added), default=0) + 1

@@ -1,6 +1,5 @@
 """Prompts and responses from files, in the record formats of other libraries."""
 
-import json
 import logging
 import re
 import zlib
@@ -34,6 +33,7 @@ from gptlm.data.text_files import (
     size_of,
 )
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -327,8 +327,8 @@ def _one_object(file: Path) -> dict[str, Any] | None:
 
 def _as_json(content: bytes) -> Any:
     try:
-        return json.loads(content.removeprefix(BOM).decode("utf-8"))
-    except (ValueError, RecursionError):
+        return parse_json(content.removeprefix(BOM).decode("utf-8"))
+    except ValueError:
         return None
 
 

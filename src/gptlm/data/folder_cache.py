@@ -17,6 +17,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from gptlm.disk import sync_tree, write_failure
 from gptlm.errors import GptlmError, named, reason_of
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class FolderCache(Generic[Entry]):
     def _load(self, folder: Path, what: dict[str, Any], *, warn: bool = False) -> tuple[Entry, dict[str, Any]] | None:
         """The entry and its facts; None if it does not exist or is damaged."""
         try:
-            entry = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            entry = parse_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
             if entry["of"] != what:
                 raise ValueError("it describes something else")
             for name, size in entry["files"].items():

@@ -6,17 +6,17 @@ the single .npz. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP `padd
 """
 
 import hashlib
-import json
 import logging
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gptlm.data.numpy_files import AGAIN, check_npy, load_npz
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 UINT16_VOCABULARY = 65500  # the originals store ids of smaller vocabularies as uint16
 FINGERPRINT_BLOCKS, FINGERPRINT_TOKENS = 64, 2048  # blocks of ids that are hashed, and tokens in each
 SCAN_TOKENS = 1 << 24  # tokens in memory at a time when all ids are checked
-AGAIN = "preprocess again"
 
 
 @dataclass(frozen=True)
@@ -162,34 +161,20 @@ def _open_npy(prefix: str) -> IndexedTokens:
     tokens_path, index_path = Path(f"{prefix}_ids.npy"), Path(f"{prefix}_idx.npz")
     _require(tokens_path, index_path)
     try:
+        with tokens_path.open("rb") as file:
+            check_npy(file, tokens_path.stat().st_size)
         tokens = np.load(tokens_path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(tokens, np.ndarray):
-            raise ValueError("it is a .npz file")
     except (ValueError, OSError, EOFError) as error:
         raise GptlmError(f"{tokens_path} is not a whole .npy file: {reason_of(error)}; {AGAIN}") from error
-    sizes, documents = _load_npz(index_path, "lens", "docs")
+    sizes, documents = load_npz(index_path, "lens", "docs")
     return _from_arrays(prefix, tokens_path, index_path, tokens, sizes, documents)
 
 
 def _open_npz(prefix: str) -> IndexedTokens:
     """PaddleNLP's oldest form: `ids` and `lens` in one archive, which has to be read whole."""
     path = Path(f"{prefix}_ids.npz")
-    tokens, sizes = _load_npz(path, "ids", "lens")
+    tokens, sizes = load_npz(path, "ids", "lens")
     return _from_arrays(prefix, path, path, tokens, sizes.astype(np.int32), np.arange(len(sizes) + 1))
-
-
-def _load_npz(path: Path, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it is a .npy file")
-        with archive:
-            return archive[first], archive[second]
-    except KeyError as error:
-        missing = error.args[0]
-        raise GptlmError(f"{path} lacks an array: {missing}; it should contain {first!r} and {second!r}") from error
-    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise GptlmError(f"{path} is not a whole .npz file: {reason_of(error)}; {AGAIN}") from error
 
 
 def _from_arrays(
@@ -304,7 +289,7 @@ def read_metadata(prefix: str) -> dict:
     if not path.is_file():
         return {}
     try:
-        facts = dict(json.loads(path.read_text(encoding="utf-8")))
+        facts = dict(parse_json(path.read_text(encoding="utf-8")))
         for name in ("max_id", "tokens", "vocab_size"):
             if not isinstance(facts.get(name, 0), int):
                 raise ValueError(f"{name} is {facts[name]!r}")

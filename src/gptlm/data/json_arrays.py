@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from json import JSONDecodeError
 from typing import BinaryIO, NamedTuple
 
 from gptlm.data.text_files import RAW_DECODE
@@ -104,7 +105,7 @@ class _Text:
                 if end + 2 < len(self.text) or self.ended:  # else a number such as 1e+7 can continue in the next chunk
                     return end
             except ValueError as error:
-                if self.ended:
+                if self.ended or not isinstance(error, JSONDecodeError):  # a number has thousands of digits
                     raise BrokenArrayError from error
             self._read()
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSED = (".gz", ".zst")
@@ -155,8 +156,8 @@ def parse_array(text: str, path: str | Path) -> list[Any]:
         GptlmError: if it is not valid JSON.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise GptlmError(f"{path}: broken JSON array: {error}") from error
 
 
@@ -178,6 +179,8 @@ def parse_line(line: str) -> Any:
         ) from error
     except RecursionError as error:
         raise GptlmError("the JSON is nested too deeply") from error
+    except ValueError as error:
+        raise GptlmError(f"the JSON cannot be read: {reason_of(error)}") from error
 
 
 def refuse_utf16(start: bytes, path: str | Path) -> None:

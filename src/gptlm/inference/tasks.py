@@ -4,7 +4,6 @@ A task has `rows` to score. `tally` turns the score of one row into numbers, whi
 processes. `report` turns the sums into results, `lines` into lines of the log.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from gptlm.data import text_files
 from gptlm.errors import GptlmError, named
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Row, Score, Tokens, Windows
+from gptlm.json_text import parse_json
 from gptlm.model.tokenizer import encode_texts
 
 ENCODED_TOGETHER = 1000  # documents
@@ -186,8 +186,8 @@ def read_text(path: str) -> str:
 
 def _cloze_text(line: str, place: str) -> str:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        text = parse_json(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
         raise GptlmError(f'{place}: expected an object with a text, like {{"text": "..."}}') from error
     if not isinstance(text, str) or len(text.split()) < 2:
         raise GptlmError(f"{place}: LAMBADA needs a text of two words or more, found {str(text)[:40]!r}")

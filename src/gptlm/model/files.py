@@ -1,10 +1,10 @@
 """Names of files and tensors, and what the files of a model folder say. This module does not import torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gptlm.errors import GptlmError, named
+from gptlm.json_text import parse_json
 from gptlm.model.presets import Shape
 
 # Files of a model folder (transformers), of an adapter folder (PEFT), and of a tokenizer (tokenizers, GPT-2, BERT).
@@ -41,10 +41,10 @@ def read_json(path: Path, what: str = "", remedy: str = "copy the folder again")
         GptlmError: if the file cannot be read or holds no JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise GptlmError(f"cannot read {what}{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise GptlmError(f"{what}{path} is damaged: not valid JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise GptlmError(f"{what}{path} is damaged: it holds no JSON object; {remedy}")

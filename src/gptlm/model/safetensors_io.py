@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 from gptlm.model.files import WEIGHTS, WEIGHTS_INDEX
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(names)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise GptlmError(f"{index} is damaged ({error!r}); copy the folder again") from error
@@ -63,7 +64,7 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]
             size = path.stat().st_size
-            header = json.loads(file.read(length)) if length < size else {}
+            header = parse_json(file.read(length)) if length < size else {}
         metadata = header.pop("__metadata__", None) or {}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         shapes = {name: list(entry["shape"]) for name, entry in header.items()}

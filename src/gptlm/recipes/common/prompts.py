@@ -1,6 +1,5 @@
 """The prompts of a command: given on the command line, in a file, or on standard input."""
 
-import json
 import logging
 import sys
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
 from gptlm.data.text_files import check_text, decode, parse_array, read_text
 from gptlm.errors import GptlmError
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ def _lines(text: str, place: str) -> list[Prompt]:
 def _parsed(line: str) -> Any:
     """The JSON value in `line`; None if it is none."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except ValueError:
         return None
 
 

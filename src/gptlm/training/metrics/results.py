@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.compat.log_lines import perplexity
+from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def remove_results(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError) as error:
