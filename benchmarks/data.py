@@ -4,7 +4,8 @@
     python benchmarks/data.py --sft ROWS [--input TEXT.jsonl --vocab_file V --merge_file M] [--workers N]
 
 With --sft: fine-tuning on so many rows of 40 to 320 and 10 to 90 words, the time and memory of the data alone, first
-with an empty cache, then with the encoded rows of the first start. Otherwise, in this order:
+with an empty cache, then with the encoded rows of the first start. Before them, the tokenizer
+alone. Otherwise, in this order:
 
 - preprocessing with 1 and 2 workers, in MB/s and relative to a loop of `tokenizer.encode` per document in a pool of
   worker processes, as in Megatron-LM's preprocess_data.py
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -242,10 +244,32 @@ def measure_sft(folder: Path, arguments: argparse.Namespace) -> None:
             file.write(json.dumps(dict(zip(("src", "tgt"), map(" ".join, pair), strict=True))) + "\n")
     megabytes = (folder / "train.jsonl").stat().st_size / 1e6
     print(f"\nfine-tuning on {arguments.sft:,} rows, {megabytes:.0f} MB, {len(tokenizer):,} entries:")
-    for start in ("first start", "next start"):
-        process = multiprocessing.get_context("spawn").Process(target=_load, args=(folder, start, arguments.workers))
+    spawn = multiprocessing.get_context("spawn")
+    jobs: list[tuple[Any, tuple]] = [(_encode, (folder,))]
+    jobs += [(_load, (folder, start, arguments.workers)) for start in ("first start", "next start")]
+    for target, inputs in jobs:
+        process = spawn.Process(target=target, args=inputs)
         process.start()
         process.join()
+
+
+def _encode(folder: Path) -> None:
+    """Only what cannot be left out: the tokenizer's own batches, on all cores."""
+    from gptlm.model.tokenizer import load_tokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    tokenizer = load_tokenizer(str(folder / "model")).backend_tokenizer
+    records = [json.loads(line) for line in open(folder / "train.jsonl")]
+    texts = [record[name] for record in records for name in ("src", "tgt")]
+    started, cpu = time.monotonic(), cpu_seconds()
+    for first in range(0, len(texts), 2000):
+        tokenizer.encode_batch_fast(texts[first : first + 2000], add_special_tokens=False)
+    print(f"encoding alone: {time.monotonic() - started:.2f} s, {cpu_seconds() - cpu:.2f} s of CPU time")
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def _load(folder: Path, start: str, workers: int | None) -> None:
@@ -262,13 +286,14 @@ def _load(folder: Path, start: str, workers: int | None) -> None:
     run = parse_sft([str(word) for word in words], {})
     tokenizer = load_tokenizer(str(folder / "model"))
     before = psutil.Process().memory_full_info()
-    started = time.monotonic()
+    started, cpu = time.monotonic(), cpu_seconds()
     data = load_data(run, find_sources(run), tokenizer)
-    seconds = time.monotonic() - started
+    seconds, cpu = time.monotonic() - started, cpu_seconds() - cpu
     after, peak = psutil.Process().memory_full_info(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     own, most = (after.uss - before.uss) / 2**20, (peak - before.rss) / 2**20
     print(
-        f"{start}: {seconds:.2f} s, {own:.0f} MB, at most {most:.0f} MB with mapped files, {len(data.train):,} samples"
+        f"{start}: {seconds:.2f} s, {cpu:.2f} s of CPU time, {own:.0f} MB, "
+        f"at most {most:.0f} MB with mapped files, {len(data.train):,} samples"
     )
 
 
