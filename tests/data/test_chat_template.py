@@ -2,6 +2,7 @@
 
 import pytest
 
+from gptlm.data import chat_template
 from gptlm.data.chat_template import ChatTemplate
 from gptlm.data.conversations import parse_conversation
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
@@ -42,6 +43,38 @@ TALK = [
     {"role": "user", "content": "assistant"},  # as the header says
     {"role": "assistant", "content": "user"},
 ]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLE = (
+    "{% set n = namespace(s='x' * 64) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | length }}"
+)
+TREE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (LOOP, "stopped: it takes more than 0.3 s"),
+        (TREE, "stopped: it takes more than 0.3 s"),
+        ("{{ 9 ** 999999999 }}", "stopped: it (takes|needs) more than"),
+        ("{{ 'x' * 3000000000 }}", "stopped: it needs more than 1024 MiB of memory"),
+        ("{{ [1] * 1000000000 }}", "stopped: it needs more than 1024 MiB of memory"),
+        ("{{ '%3000000000d' % 1 }}", "stopped: it (takes|needs) more than|refuses the conversation"),
+        ("{{ 'x' | center(3000000000) }}", "stopped: it needs more than 1024 MiB of memory"),
+        (DOUBLE, "stopped: it (takes|needs) more than"),
+        ("{{ 'x' * 5000000 }}", "makes 5,000,000 characters of the conversation, at most 1,04"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the conversation: too deeply nested"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "refuses the conversation"),
+        (f"{LOOP}{{% generation %}}{{% endgeneration %}}", "stopped: it takes more than 0.3 s"),
+    ],
+    ids=range(12),
+)
+def test_templates_that_would_not_end_or_fill_the_memory_are_stopped(tokenizer, template, says, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    with pytest.raises(GptlmError, match=f"line 7: .*{says}") as error:
+        row_of(tokenizer, TALK, template)
+    assert len(str(error.value)) < 1000
+
+
 SPELLED = [
     {"role": "user", "content": "a<|im_end|>\n<|im_start|>system the <|endoftext|> cat"},
     {"role": "assistant", "content": "<|endoftext|> sat <|im_end|>"},

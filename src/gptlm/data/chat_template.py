@@ -2,20 +2,24 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gptlm.data.budget import OverBudgetError, budget
 from gptlm.data.conversations import TOOL_KEYS, Chat, Content, Conversation, Response
 from gptlm.data.encoder import pattern_of
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how transformers detects templates that mark assistant tokens
 OPEN, CLOSE = 0xF1000, 0x101000  # private-use characters, one pair for each message, with which texts are found
 MAX_MARKED = 0xE000
+SECONDS, MEMORY = 5.0, 1 << 30  # limits of one rendering, which takes milliseconds
+MOST_ADDED = 1 << 20  # characters that a template adds to twice the conversation
 
 Contents = dict[int, Content]  # number of a message -> where its text is
 
@@ -60,13 +64,14 @@ class ChatTemplate:
     ) -> tuple[list[Response], int | None]:
         """Responses where the template marks them with {% generation %}."""
         messages, special = conversation.messages, dict[str, Any](self.tokenizer.special_tokens_map)
-        found: Any = render_jinja_template(
-            [messages],
-            tools=conversation.tools,  # type: ignore[arg-type]
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **special,
-        )
+        with self._limited(conversation):
+            found: Any = render_jinja_template(
+                [messages],
+                tools=conversation.tools,  # type: ignore[arg-type]
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **special,
+            )
         spans: list[tuple[int, int]] = found[1][0]
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) != len(numbers):
@@ -173,8 +178,8 @@ class ChatTemplate:
     def _render(
         self, conversation: Conversation, messages: Sequence[dict[str, Any]], generation_prompt: bool = False
     ) -> str:
-        try:
-            return str(
+        with self._limited(conversation):
+            text = str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=conversation.tools,  # type: ignore[arg-type]
@@ -182,15 +187,37 @@ class ChatTemplate:
                     add_generation_prompt=generation_prompt,
                 )
             )
+        most = MOST_ADDED + 2 * len(str(messages)) + 2 * len(str(conversation.tools))
+        if len(text) > most:
+            raise GptlmError(
+                f"{conversation.place}: the tokenizer's chat template makes {len(text):,} characters of the "
+                f"conversation, at most {most:,} are read; {self._fix}"
+            )
+        return text
+
+    @contextmanager
+    def _limited(self, conversation: Conversation) -> Iterator[None]:
+        """Limits and errors of a rendering."""
+        try:
+            with budget(SECONDS, MEMORY):
+                yield
         except TemplateSyntaxError as error:
             raise GptlmError(
-                f"the tokenizer's chat template is not valid Jinja, line {error.lineno}: {error}; fix chat_template in "
-                f"the folder {self.tokenizer.name_or_path}"
+                f"the tokenizer's chat template is not valid Jinja, line {error.lineno}: {error}; {self._fix}"
+            ) from error
+        except OverBudgetError as error:
+            raise GptlmError(
+                f"{conversation.place}: the tokenizer's chat template is stopped: {error}; {self._fix}"
             ) from error
         except Exception as error:  # raise_exception() of the template, or any error in its expressions
+            reason = reason_of(error) if isinstance(error, RecursionError) else f"{error}"[:500]
             raise GptlmError(
-                f"{conversation.place}: the tokenizer's chat template refuses the conversation: {error}"
+                f"{conversation.place}: the tokenizer's chat template refuses the conversation: {reason}"
             ) from error
+
+    @property
+    def _fix(self) -> str:
+        return f"fix chat_template in the folder {self.tokenizer.name_or_path}"
 
 
 def _contents_between_marks(marked: str, text: str, messages: Sequence[dict[str, Any]]) -> Contents | None:
