@@ -20,6 +20,7 @@ from gptlm.commands.sft import parse_sft
 from gptlm.data import row_building
 from gptlm.data.chat_template import ChatTemplate
 from gptlm.data.conversations import PlainHeadings
+from gptlm.data.documents import table_batches
 from gptlm.data.examples import read_examples, record_batches, records_of
 from gptlm.data.row_building import RowBuilder, RowSettings, build_rows
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
@@ -280,6 +281,28 @@ def test_the_date_in_a_template_is_part_of_its_rows(model):  # noqa: F811
     dated = RowSettings(tokenizer, Lengths(1, 1, 1), 10).key()
     assert plain["date"] == "" and dated["date"].startswith("20") and dated["tokenizer"] != plain["tokenizer"]
     assert row_building.FORMAT == plain["format"]
+
+
+def test_a_tokenizer_that_has_encoded_has_the_same_key(model):  # noqa: F811
+    """Else a process that encodes the first file looks for another entry of the second one than those that wait."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=7)
+    settings = RowSettings(tokenizer, Lengths(40, 40, 40), len(tokenizer))
+    before = settings.key()
+    batch = RowBuilder(settings)(next(iter(table_batches(datasets.Dataset.from_list(ROWS), "rows", range(3), 1))))
+    assert batch.rows.num_rows == 3 and tokenizer.backend_tokenizer.truncation is None
+    assert settings.key() == before
+
+
+def test_columns_of_a_hub_dataset_are_part_of_its_rows(load, monkeypatch):
+    table = datasets.Dataset.from_list(ROWS)
+    swapped = table.rename_columns({"src": "tgt", "tgt": "src"})
+    found = []
+    for one in (table, swapped, table):
+        monkeypatch.setattr("datasets.load_dataset", lambda name, split, one=one: one)
+        found.append(load("some/rows")[0].train[0][0].response)
+    assert found == [ROWS[0]["tgt"], ROWS[0]["src"], ROWS[0]["tgt"]]
 
 
 def test_a_hub_dataset_goes_the_same_way(load, tmp_path, monkeypatch):

@@ -52,9 +52,10 @@ class RowSettings:
     def key(self) -> dict[str, Any]:
         """What rows depend on besides the records, for the name of a cache entry."""
         template = str(self.tokenizer.chat_template or "")
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
         content = [
             type(self.tokenizer).__name__,
-            self.tokenizer.backend_tokenizer.to_str(),
+            backend | {"truncation": None, "padding": None},  # encoding switches both off
             template,
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
         ]
