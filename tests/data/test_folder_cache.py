@@ -1,5 +1,7 @@
 """Folders that are built once: kept, found again, never half, rebuilt where damaged, by one process at a time."""
 
+import errno
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -125,6 +127,38 @@ def test_of_two_processes_at_once_the_first_builds_and_the_other_waits(tmp_path)
         process.join(60)
         assert process.exitcode == 0
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "built-1", "read-0-same", "read-1-same"}
+
+
+def _no_locks(*arguments):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def _build_until(folder: Path) -> None:
+    fcntl.flock = _no_locks
+
+    def build(inner):
+        (inner / "text").write_text("same")
+        (folder / "building").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+        return {}
+
+    assert FolderCache([folder / "cache"], read).load_or_build({}, build)[0] == "same"
+
+
+def test_without_locks_each_process_builds_and_one_entry_stays(tmp_path, monkeypatch):
+    """As on Lustre without `-o flock`."""
+    process = multiprocessing.get_context("spawn").Process(target=_build_until, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "building").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
+    assert FolderCache([tmp_path / "cache"], read).load_or_build({}, builder("same"))[0] == "same"
+    (tmp_path / "go on").touch()
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(entries(tmp_path / "cache")) == 1
 
 
 def test_the_first_folder_that_can_be_written_is_taken(tmp_path):

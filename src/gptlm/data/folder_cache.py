@@ -56,9 +56,9 @@ class FolderCache(Generic[Entry]):
                 return found
         with self._lock_file(name) as file:
             final = Path(file.name).with_suffix("")
-            _lock(file, final, first)
+            locked = _lock(file, final, first)
             if (found := self._load(final, what, warn=True)) is None:
-                _build(final, what, build)
+                self._build(final, what, build, locked=locked)
                 found = self._load(final, what, warn=True)
             if found is None:
                 raise GptlmError(f"{final} is damaged although it was just written; check the disk")
@@ -92,45 +92,51 @@ class FolderCache(Generic[Entry]):
                 logger.warning("%s is damaged (%s) and is built again", folder, reason_of(error))
             return None
 
+    def _build(self, final: Path, what: dict[str, Any], build: Build, *, locked: bool) -> None:
+        if locked:
+            for left in final.parent.glob(f"{final.name}.*{CHANGING}"):  # of processes that were killed
+                shutil.rmtree(left, ignore_errors=True)
+        folder = final.with_name(f"{final.name}.{os.uname().nodename}-{os.getpid()}{CHANGING}")
+        try:
+            folder.mkdir()
+            facts = build(folder)
+            files = {path.name: path.stat().st_size for path in folder.iterdir()}
+            content = json.dumps({"of": what, "files": files, "facts": facts}, indent=1)
+            (folder / DESCRIPTION).write_text(content + "\n", encoding="utf-8")
+            sync_tree(folder)
+            if not locked and self._load(final, what) is not None:
+                return  # another process has built the same at the same time
+            if final.exists():  # damaged
+                shutil.rmtree(final)
+            os.replace(folder, final)
+        except OSError as error:
+            reason = write_failure(error, folder)
+            raise GptlmError(
+                f"cannot write {folder}: {reason}, or name another folder with {named('data_cache')}"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
-def _build(final: Path, what: dict[str, Any], build: Build) -> None:
-    for left in final.parent.glob(f"{final.name}.*{CHANGING}"):  # of processes that were killed: the lock is ours
-        shutil.rmtree(left, ignore_errors=True)
-    folder = final.with_name(f"{final.name}.{os.getpid()}{CHANGING}")
-    try:
-        folder.mkdir()
-        facts = build(folder)
-        files = {path.name: path.stat().st_size for path in folder.iterdir()}
-        content = json.dumps({"of": what, "files": files, "facts": facts}, indent=1)
-        (folder / DESCRIPTION).write_text(content + "\n", encoding="utf-8")
-        sync_tree(folder)
-        if final.exists():  # damaged
-            shutil.rmtree(final)
-        os.replace(folder, final)
-    except OSError as error:
-        reason = write_failure(error, folder)
-        raise GptlmError(
-            f"cannot write {folder}: {reason}, or name another folder with {named('data_cache')}"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
+def _lock(file: IO[str], final: Path, first: bool) -> bool:
+    """Wait for the lock; a process that is not `first` takes it after another has had it, or if the entry exists.
 
-def _lock(file: IO[str], final: Path, first: bool) -> None:
-    """Wait for the lock; a process that is not `first` takes it after another has had it, or if the entry exists."""
+    Returns:
+        Whether it is locked: not on a file system without locks, where each process builds under a name of its own.
+    """
     started, told, was_held = time.monotonic(), False, first
     while True:
         waited = time.monotonic() - started
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if was_held or waited > HEAD_START or final.exists():
-                return
+                return True
             fcntl.flock(file, fcntl.LOCK_UN)
         except BlockingIOError:
             was_held = True
             if not told and waited > 1:
                 told = True
                 logger.info("another process encodes the same data: waiting for it")
-        except OSError:  # a file system without locks: each process builds under a name of its own
-            return
+        except OSError:
+            return False
         time.sleep(POLL)
