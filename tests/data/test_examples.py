@@ -1,5 +1,6 @@
 """Every form of examples people have, and what is said of files that hold none."""
 
+import gzip
 import json
 import re
 
@@ -291,6 +292,27 @@ def test_half_a_surrogate_pair_is_named(tmp_path, form, place):
         assert next(records)[1]["src"] == "😀"
         with pytest.raises(GptlmError, match=f"train.json, {place}, {where}; fix it there"):
             list(records)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "D.JSONL", "d.Jsonl.gz"])
+def test_an_object_with_lists_in_a_jsonl_file_is_one_record(tmp_path, name):
+    """Two turns, in a file of any case; in a .json file it is a table of two records."""
+    line = b'{"src": ["a", "b"], "tgt": ["c", "d"]}\n'
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    assert [record for _, record in read_records(tmp_path / name)] == [json.loads(line)]
+
+
+def test_a_file_of_a_bom_alone_is_empty(tmp_path):
+    for name in ("d.jsonl", "d.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf")
+        assert list(read_records(tmp_path / name)) == []
+
+
+def test_a_number_of_thousands_of_digits_is_broken_json(tmp_path):
+    line = '{"src": "a", "tgt": "b", "n": ' + "9" * 5000 + "}\n"
+    (tmp_path / "d.jsonl").write_text('{"src": "a", "tgt": "b"}\n' + line)
+    with pytest.raises(GptlmError, match=r"d.jsonl, line 2: broken JSON: .* 5000 digits"):
+        list(read_records(tmp_path / "d.jsonl"))
 
 
 def test_json_that_is_nested_too_deeply_is_broken_json(tmp_path):

@@ -117,6 +117,8 @@ def _text_batches(file: Path, suffix: str, txt_split: str, span: Span) -> Iterat
         refuse_utf16(start, file)
         if start.startswith(BOM):
             stream.read(len(BOM))
+            if not stream.peek(1):
+                return
         is_array = suffix != ".txt" and stream.peek(1 << 12).lstrip()[:1] == b"["
         by_line = stream is raw and not is_array and (suffix != ".txt" or txt_split == "line")
         if span[0] > 0:

@@ -258,7 +258,7 @@ def record_batches(files: Sequence[Path]) -> Iterator[Batch]:
         if whole is None:
             yield from _numbered(read_batches([file], keys=None))
             continue
-        rows = [] if ".jsonl" in file.suffixes else _table_rows(whole)
+        rows = [] if format_of(file) == ".jsonl" else _table_rows(whole)
         if not rows:
             yield Batch(str(file), [], [whole], False, size_of(file))
             continue
@@ -315,7 +315,7 @@ def _one_object(file: Path) -> dict[str, Any] | None:
             if first.removeprefix(BOM).lstrip()[:1] != b"{":
                 return None
             is_line = isinstance(_as_json(first), dict)
-            if is_line and (".jsonl" in file.suffixes or any(line.strip() for line in stream)):
+            if is_line and (format_of(file) == ".jsonl" or any(line.strip() for line in stream)):
                 return None
             whole = _as_json(first if is_line else first + stream.read())
     except FileNotFoundError as error:
