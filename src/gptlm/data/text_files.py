@@ -177,8 +177,6 @@ def parse_line(line: str) -> Any:
         raise GptlmError(
             f'broken JSON at column {error.colno}: {error.msg}; expected one object per line like {{"text": ...}}'
         ) from error
-    except ValueError as error:  # a number with thousands of digits
-        raise GptlmError(f"broken JSON: {error}") from error
     except RecursionError as error:
         raise GptlmError("the JSON is nested too deeply") from error
     except ValueError as error:
