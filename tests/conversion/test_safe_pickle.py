@@ -7,13 +7,17 @@ import pathlib
 import pickle
 import random
 import signal
+import struct
+import tracemalloc
 import zipfile
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 
-from gptlm.conversion.safe_pickle import INERT, NUMPY, PLAIN, TORCH, StandIn, read_pickle, read_torch
+from gptlm.conversion.safe_pickle import NUMPY, PLAIN, StandIn, read_pickle
+from gptlm.conversion.torch_file import DTYPES, INERT, TORCH, read_torch
 from gptlm.errors import GptlmError
 
 
@@ -74,7 +78,7 @@ def test_arrays_of_every_protocol(tmp_path, protocol):
 def test_scalars_of_objects_are_refused(tmp_path):
     scalar = np._core.multiarray.scalar
     (tmp_path / "x").write_bytes(pickle.dumps(Poison(scalar, np.dtype("O"), pickle.dumps(1))))
-    with pytest.raises(GptlmError, match="a scalar of objects"):
+    with pytest.raises(GptlmError, match="an array of 'O8', which is no type of plain numbers"):
         read_pickle(tmp_path / "x")
 
 
@@ -142,15 +146,172 @@ def with_attribute_set(name, path):
 
 
 @pytest.mark.parametrize("name", NUMPY | PLAIN | INERT | TORCH)
-def test_a_pickle_cannot_change_shared_objects(tmp_path, name):
-    """For every name that a file may use: objects of other code have no new attribute afterwards."""
+def test_a_pickle_cannot_change_what_a_name_stands_for(tmp_path, name):
     with_attribute_set(name, tmp_path / "x")
+    with pytest.raises(GptlmError, match="is damaged or cut off .attributes of a"):
+        read_torch(tmp_path / "x")
+    assert not hasattr((NUMPY | PLAIN | INERT | TORCH)[name], "marked")
+
+
+def array_of(dtype, content, *, shape=(4,), state=None, again=None):
+    """A pickle of an array: `content` in `shape` of numpy's dtype `dtype`, which gets `state` by BUILD."""
+    number = pickle.GLOBAL + b"numpy\ndtype\n" + plain((dtype, False, True)) + pickle.REDUCE
+    if state is not None:
+        number += plain(state) + pickle.BUILD
+    empty = pickle.GLOBAL + b"numpy.core.multiarray\n_reconstruct\n" + pickle.MARK
+    empty += pickle.GLOBAL + b"numpy\nndarray\n" + plain((0,)) + plain(b"b") + pickle.TUPLE + pickle.REDUCE
+    fill = pickle.MARK + plain(1) + plain(shape) + number + pickle.NEWFALSE + plain(content)
+    fill += pickle.TUPLE + pickle.BUILD
+    return b"\x80\x04" + empty + fill + (fill if again else b"") + pickle.STOP
+
+
+def plain(value):
+    """The instructions that put `value` on the stack."""
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+SWAPPED = (3, ">", None, None, None, -1, -1, 0)
+
+
+def test_an_array_by_hand(tmp_path):
+    (tmp_path / "x").write_bytes(array_of("f4", np.arange(4, dtype=">f4").tobytes(), state=SWAPPED))
+    found = read_pickle(tmp_path / "x")
+    assert found.tolist() == [0, 1, 2, 3] and found.dtype == np.float32 and found.dtype.isnative
+
+
+@pytest.mark.parametrize(
+    ("pickled", "reason"),
+    [
+        (array_of("O8", bytes(32)), "an array of 'O8'"),
+        (array_of("f4", bytes(16), state=(3, "|", None, None, None, -1, -1, 63)), "something else than plain numbers"),
+        (array_of("f4", bytes(16), state=(3, "<", None, None, None, 8, 8, 0)), "something else than plain numbers"),
+        (array_of("f4", bytes(16), state=(3, "<", None, ("a",), {}, -1, -1, 0)), "something else than plain numbers"),
+        (array_of("S4", bytes(16)), "an array of 'S4'"),
+        (array_of("V9", bytes(36)), "an array of 'V9'"),
+        (array_of("f4", bytes(15)), "4 numbers of 4 bytes in 15 bytes"),
+        (array_of("f4", bytes(16), shape=(2**60, 2**60)), "numbers of 4 bytes in 16 bytes"),
+        (array_of("f4", bytes(16), shape=(-4,)), "a size that is no number of elements"),
+        (array_of("f4", bytes(16), again=True), "an array that is filled twice"),
+    ],
+)
+def test_arrays_that_are_not_what_their_bytes_are(tmp_path, pickled, reason):
+    (tmp_path / "x").write_bytes(pickled)
+    with pytest.raises(GptlmError, match=reason):
+        read_pickle(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "instructions",
+    [
+        pickle.NONE + pickle.LONG_BINPUT + b"\xff\xff\xff\xff",  # a place in a table of 4 billion entries
+        pickle.BINBYTES8 + struct.pack("<Q", 1 << 40),
+        pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 40),
+        pickle.FRAME + struct.pack("<Q", 1 << 62),
+        pickle.EMPTY_DICT + pickle.NONE + pickle.TUPLE1 * 300_000 + pickle.NONE + pickle.SETITEM,  # deep key
+        pickle.EMPTY_LIST + pickle.MARK + pickle.TUPLE1 * 9,
+        pickle.NONE * 3 + pickle.REDUCE,
+        b"".join([pickle.EXT1, b"\x01"]),
+    ],
+)
+def test_instructions_that_ask_for_too_much(tmp_path, instructions):
+    (tmp_path / "x").write_bytes(b"\x80\x04" + instructions + pickle.STOP)
+    tracemalloc.start()
     try:
-        assert read_torch(tmp_path / "x").marked == 1  # on an object of its own
+        assert read_pickle(tmp_path / "x") is None
     except GptlmError as error:
         assert "is damaged or cut off" in str(error)
-    shared = (NUMPY | PLAIN | INERT | TORCH)[name]
-    assert not hasattr(shared, "marked") and not hasattr(torch.UntypedStorage, "marked")
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 100e6
+
+
+class Rebuilt:
+    """Pickled as a call of a function of torch._utils."""
+
+    def __init__(self, function, *arguments):
+        self.what = (function, arguments)
+
+    def __reduce__(self):
+        return self.what
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [
+        (5, (1,), (1,)),
+        (0, (5,), (1,)),
+        (0, (2,), (4,)),
+        (-1, (2,), (1,)),
+        (0, (-1,), (1,)),
+        (0, (2,), (-1,)),
+        (0, (2, 2), (1,)),
+        (0, (1000, 1000), (0, 0)),
+        (0, (2**40, 2**40), (1, 1)),
+        (0, 4, 1),
+        (True, (1,), (1,)),
+        (0, (2.0,), (1,)),
+    ],
+)
+def test_tensors_outside_their_storage(tmp_path, new, offset, size, stride):
+    storage = torch.ones(4).storage()
+    wrong = Rebuilt(torch._utils._rebuild_tensor_v2, storage, offset, size, stride, False, OrderedDict())
+    torch.save({"w": wrong}, tmp_path / "x", _use_new_zipfile_serialization=new)
+    with pytest.raises(GptlmError, match="is damaged or cut off"):
+        read_torch(tmp_path / "x")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_tensors_cannot_be_changed_by_a_pickle(tmp_path, new):
+    """Tensor.__setstate__ sets storage, offset and size without a check of the caller's."""
+
+    class Changed:
+        def __reduce__(self):
+            return (
+                torch._utils._rebuild_tensor_v2,
+                (torch.ones(1).storage(), 0, (1,), (1,), False, OrderedDict()),
+                state,
+            )
+
+    state = (torch.zeros(1), 0, (1 << 40,), (1,))
+    torch.save([Changed()], tmp_path / "x", _use_new_zipfile_serialization=new)
+    with pytest.raises(GptlmError, match="attributes of a Tensor"):
+        read_torch(tmp_path / "x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("new", [True, False])
+def test_ours_equals_torch_s_own_reader(tmp_path, dtype, new):
+    """Views, shared storages, scalars, empty tensors, and tensors larger than a page, in every type."""
+    base = torch.arange(-3000, 3000).to(getattr(torch, dtype)).reshape(60, 100)
+    content = {"a": base, "t": base.t(), "part": base[3:9, 5], "none": base[:0], "one": base[2, 3], "p": base[::7]}
+    content["list"] = [base.clone(), (1, "x", None, 2.5, True, b"b", {3: {"y"}})]
+    torch.save(content, tmp_path / "x", _use_new_zipfile_serialization=new)
+    found, theirs = read_torch(tmp_path / "x"), torch.load(tmp_path / "x", weights_only=False)
+    assert found.keys() == theirs.keys() and found["list"][1] == theirs["list"][1]
+    for name in set(found) - {"list"}:
+        assert found[name].dtype == theirs[name].dtype and found[name].stride() == theirs[name].stride()
+        assert torch.equal(found[name], theirs[name]), name
+    assert torch.equal(found["list"][0], theirs["list"][0])
+    assert found["a"].data_ptr() == found["t"].data_ptr()
+
+
+def test_a_storage_larger_than_its_record(tmp_path):
+    torch.save({"w": torch.ones(4)}, tmp_path / "x")
+    with zipfile.ZipFile(tmp_path / "x") as archive:
+        content = {entry: archive.read(entry) for entry in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "x", "w") as archive:
+        for entry, data in content.items():
+            archive.writestr(entry, data[:8] if "/data/" in entry else data)
+    with pytest.raises(GptlmError, match="a storage of 4 elements in 8 bytes"):
+        read_torch(tmp_path / "x")
+    with zipfile.ZipFile(tmp_path / "x", "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, data in content.items():
+            archive.writestr(entry, data)
+    with pytest.raises(GptlmError, match="is compressed or encrypted"):
+        read_torch(tmp_path / "x")
 
 
 @pytest.mark.filterwarnings("ignore")

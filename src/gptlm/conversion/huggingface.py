@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names
-from gptlm.conversion.safe_pickle import read_torch
 from gptlm.conversion.source import ReadOptions, Source, check_variants
+from gptlm.conversion.torch_file import read_torch
 from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, shape_of_config
 from gptlm.model.safetensors_io import LazyTensors

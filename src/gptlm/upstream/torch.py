@@ -1,6 +1,5 @@
 """Private names of torch. Tried with 2.11.0 and 2.13.0."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,10 +42,7 @@ TRITON = (Needed("torch.utils._triton", "has_triton"),)
 DYNAMIC = (Needed("torch._dynamo", "maybe_mark_dynamic", ("t", "index")),)
 STAGE = (Needed("torch.distributed.pipelining", "PipelineStage._prepare_forward_infra"),)
 LAST_LR = (Needed("torch.optim.lr_scheduler", "LRScheduler", uses=("_last_lr",)),)
-REBUILD = tuple(
-    Needed("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
-)
-ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *DYNAMIC, *STAGE, *LAST_LR, *REBUILD)
+ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *DYNAMIC, *STAGE, *LAST_LR)
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:
@@ -201,9 +197,3 @@ def set_last_lr(scheduler: Any, rates: list[float]) -> None:
     """Let `scheduler.get_last_lr()` return `rates`; calling `step` instead would count one."""
     if available("torch", LAST_LR, "the learning rate in the first log line after a resume may be wrong"):
         scheduler._last_lr = rates
-
-
-def tensor_builders() -> dict[str, Callable[..., Tensor]]:
-    """The functions of torch._utils by which pickles of torch build tensors and parameters."""
-    names = (need.path for need in REBUILD)
-    return {name: getattr(torch._utils, name) for name in names if hasattr(torch._utils, name)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, layer_and_part
 from gptlm.conversion.megatron import layout
-from gptlm.conversion.safe_pickle import StandIn, read_torch
+from gptlm.conversion.safe_pickle import StandIn
 from gptlm.conversion.source import (
     MASTER,
     WEIGHT,
@@ -25,6 +25,7 @@ from gptlm.conversion.source import (
     merge_replicated,
     nearly_equal,
 )
+from gptlm.conversion.torch_file import read_torch
 from gptlm.errors import GptlmError, named
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
