@@ -311,7 +311,7 @@ def test_a_file_of_a_bom_alone_is_empty(tmp_path):
 def test_a_number_of_thousands_of_digits_has_its_line(tmp_path):
     line = '{"src": "a", "tgt": "b", "n": ' + "9" * 5000 + "}\n"
     (tmp_path / "d.jsonl").write_text('{"src": "a", "tgt": "b"}\n' + line)
-    with pytest.raises(GptlmError, match=r"d.jsonl, line 2: the JSON cannot be read: .* 5000 digits"):
+    with pytest.raises(GptlmError, match=r"d.jsonl, line 2: the JSON cannot be read"):
         list(read_records(tmp_path / "d.jsonl"))
 
 

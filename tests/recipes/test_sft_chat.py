@@ -103,7 +103,7 @@ def test_what_a_run_says_of_its_data(tune, capsys):
     tune("--do_train", "--max_steps", 1, rows=rows)
     said = capsys.readouterr().out
     assert "d.jsonl: 2 records read as messages in the tokenizer's chat template" in said
-    assert "d.jsonl: 1 records read as src/tgt\n" in said
+    assert "d.jsonl: 1 record read as src/tgt\n" in said
     assert "d.jsonl: ignored keys: id (3), tools (1)" in said
     assert "d.jsonl: <|im_end|> ends a turn" in said
     assert re.search(

@@ -295,6 +295,11 @@ def test_a_tokenizer_that_has_encoded_has_the_same_key(model):  # noqa: F811
     assert settings.key() == before
 
 
+def test_one_example_is_one(load, tmp_path):
+    said = load(write_lines(tmp_path / "d.jsonl", ROWS[:1]))[1]
+    assert "d.jsonl: 1 example encoded in" in said and "d.jsonl: 1 record read as src/tgt" in said
+
+
 def test_columns_of_a_hub_dataset_are_part_of_its_rows(load, monkeypatch):
     table = datasets.Dataset.from_list(ROWS)
     swapped = table.rename_columns({"src": "tgt", "tgt": "src"})

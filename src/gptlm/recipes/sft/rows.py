@@ -68,7 +68,8 @@ def _encode(run: SftRun, source: Source, settings: RowSettings, path: Path) -> F
     with ByteBar(size, f"encoding {source}", shown=not run.training.disable_tqdm) as bar:
         facts = build_rows(source.batches(), settings, path, name=str(source), workers=workers, on_progress=show)
     seconds, processes = monotonic() - started, f"{workers} process{'es' if workers > 1 else ''}"
-    logger.info("%s: %s examples encoded in %.1f s by %s", source, f"{count:,}", seconds, processes)
+    examples = f"{count:,} example{'' if count == 1 else 's'}"
+    logger.info("%s: %s encoded in %.1f s by %s", source, examples, seconds, processes)
     return facts
 
 
@@ -77,7 +78,7 @@ def _log_facts(facts: Facts, source: Source, tokenizer: PreTrainedTokenizerBase)
     for form, count in facts.forms.items():
         is_chat = tokenizer.chat_template and ("messages" in form or form == "conversations")
         how = " in the tokenizer's chat template" if is_chat else ""
-        logger.info("%s: %d records read as %s%s", source, count, form, how)
+        logger.info("%s: %d record%s read as %s%s", source, count, "" if count == 1 else "s", form, how)
     if facts.ignored:
         keys = ", ".join(f"{key} ({count})" for key, count in sorted(facts.ignored.items()))
         logger.warning("%s: ignored keys: %s", source, keys)
