@@ -1,5 +1,9 @@
 """The page in headless Chromium; needs `pip install playwright` and a Chromium."""
 
+import html
+import http.client
+import json
+import logging
 import os
 import re
 import shutil
@@ -8,12 +12,16 @@ import socket
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from gptlm.commands.predict import parse_predict
+from gptlm.inference.generation import stream_decoder
 from gptlm.model.tokenizer import train_tokenizer
+from gptlm.recipes.serve import LONGEST_PROMPT, _Writer
 from tests.conftest import ROOT, run_script
 
 PROMPT = "the cat 今天"
@@ -133,3 +141,89 @@ def test_without_gradio_the_extra_is_named():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1 and "pip install 'gptlm[serve]'" in result.stderr
+
+
+class ShownError(Exception):
+    """As gradio's: the text is HTML."""
+
+    def __init__(self, message, print_exception):
+        super().__init__(message)
+        assert not print_exception  # a sentence in the page, no traceback in the terminal
+
+
+CONTROLS = (20, False, 0, 1.0, 1.0, 1.0, 0, False)
+
+
+@pytest.fixture
+def writer(folder):
+    from gptlm.recipes.predict import load
+
+    arguments, _ = parse_predict(["--serve", "--model_name_or_path", str(folder), "--device", "cpu"], piped=False)
+    gradio = ModuleType("gradio")
+    gradio.Error = ShownError
+    model, tokenizer = load(arguments)
+    return _Writer(gradio, stream_decoder(model, tokenizer, False), tokenizer, arguments)
+
+
+def test_an_abandoned_request_stops_and_the_next_one_is_answered(writer, caplog):
+    whole = list(writer.write(PROMPT, *CONTROLS))[-1]
+    steps = []
+    decode = writer.decoder.decode
+
+    def counted(*words):
+        for row in decode(*words):
+            steps.append(len(row.new))
+            yield row
+
+    writer.decoder.decode = counted
+    request = writer.write(PROMPT, *CONTROLS)
+    next(request)
+    with caplog.at_level(logging.INFO):
+        request.close()
+    assert len(steps) == 1 and "a request was abandoned after" in caplog.text
+    assert list(writer.write(PROMPT, *CONTROLS))[-1] == whole
+
+
+@pytest.mark.parametrize(
+    ("prompt", "controls", "says"),
+    [
+        ("a\ud800", CONTROLS, "the prompt"),
+        (PROMPT, (None, *CONTROLS[1:]), "the model could not continue this"),
+        (PROMPT, (*CONTROLS[:5], float("nan"), *CONTROLS[6:]), "nan"),
+        ("the " * 100, CONTROLS, "fills the position table of 64"),
+    ],
+)
+def test_errors_are_sentences_for_the_page(writer, prompt, controls, says):
+    with pytest.raises(ShownError, match=says) as error:
+        list(writer.write(prompt, *controls))
+    assert "\n" not in str(error.value) and html.unescape(str(error.value)).isprintable()
+
+
+def test_a_long_prompt_is_refused_before_it_is_tokenized(writer):
+    writer.tokenizer = None
+    with pytest.raises(ShownError, match="the prompt has 100,001 characters, at most 100,000 are read"):
+        next(writer.write("a" * (LONGEST_PROMPT + 1), *CONTROLS))
+
+
+def test_only_own_requests_are_answered(page):
+    address, _ = page
+    host = address.removeprefix("http://").rstrip("/")
+
+    def status(path="/config", method="GET", body=None, **headers):
+        connection = http.client.HTTPConnection(host, timeout=20)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, text
+
+    assert status()[0] == status("/")[0] == status(Origin=f"http://{host}")[0] == 200
+    assert status(Host="evil.example") == (403, "This page is not served at the address evil.example.")
+    assert status(Origin="http://evil.example")[0] == 403
+    assert status("/gradio_api/upload", "POST", b"x") == (403, "This page takes no files.")
+    assert status("/gradio_api/queue/join", "POST", b"x" * (1 << 21))[0] == 413
+    (entry,) = (entry for entry in json.loads(status()[1])["dependencies"] if entry["api_name"] == "continue")
+    data = ["a" * (LONGEST_PROMPT + 1), 5, False, 0, 1, 1, 1, 0, False]
+    request = json.dumps({"data": data, "fn_index": entry["id"], "session_hash": "s"})
+    assert status("/gradio_api/queue/join", "POST", request, **{"Content-Type": "application/json"})[0] == 200
+    assert "the prompt has 100,001 characters" in status("/gradio_api/queue/data?session_hash=s")[1]

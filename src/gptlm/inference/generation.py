@@ -327,13 +327,18 @@ class Stream:
         self._progress = decoder.decode([row], max_new_tokens, sampling, stop_ids(model, tokenizer, stop_at_eol))
 
     def __iter__(self) -> Iterator[str]:
+        for piece in self.steps():
+            if piece:
+                yield piece
+
+    def steps(self) -> Iterator[str]:
+        """The pieces and an empty text for each step without one, so that a reader can close the iterator there."""
         length = 0
         for row in self._progress:
             self.ids = list(row.new)
             text = text_of(self._tokenizer, self.ids)
-            if len(text) > length:
-                yield text[length:]
-                length = len(text)
+            yield text[length:]
+            length = max(length, len(text))
 
 
 def stream_decoder(model: Any, tokenizer: PreTrainedTokenizerBase, graph: bool = True) -> Decoder:

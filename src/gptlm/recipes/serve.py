@@ -1,5 +1,6 @@
 """A local web page to try a model, built with gradio: prompt and controls on the left, streamed text on the right."""
 
+import html
 import logging
 import os
 import socket
@@ -13,13 +14,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.inference import PredictArguments
+from gptlm.data.text_files import check_text
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.inference.decoding import Decoder
 from gptlm.inference.generation import Stream, encode_prompts, stream_decoder
 from gptlm.inference.sampling import Sampling
+from gptlm.recipes.common.own_requests import OwnRequests
 from gptlm.recipes.predict import load, log_to, sampling_of, uses_graph
 
 logger = logging.getLogger(__name__)
+
+LONGEST_PROMPT = 100_000  # characters, checked before they become tokens
+MOST_WAITING = 32  # requests; one is answered at a time
 
 
 def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
@@ -35,14 +41,16 @@ def serve(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> None:
     decoder = stream_decoder(model, tokenizer, uses_graph(arguments, model))
     _warm_up(decoder, tokenizer, arguments)
     page = _page(gradio, _Writer(gradio, decoder, tokenizer, arguments), arguments)
-    page.queue(default_concurrency_limit=1, api_open=False)
+    page.queue(default_concurrency_limit=1, api_open=False, max_size=MOST_WAITING)
     _, url, _ = page.launch(
         server_name=arguments.host,
         server_port=arguments.port,
         share=False,
         quiet=True,
+        show_error=True,
         prevent_thread_lock=True,
         footer_links=[],
+        app_kwargs={"middleware": [(OwnRequests, (arguments.host,), {})]},
     )
     logger.info("the page is open at %s (Ctrl-C ends it)", url)
     page.block_thread()
@@ -80,11 +88,17 @@ class _Writer:
         seed: float | None,
         stop_at_eol: bool,
     ) -> Iterator[str]:
-        """Yields the text so far after each new piece: gradio replaces the whole content of a text box."""
-        sampling = Sampling(do_sample, int(top_k), float(top_p), float(temperature), float(penalty))
-        torch.manual_seed(int(seed or 0))
+        """Yields the text so far after each new piece: gradio replaces the whole content of a text box.
+
+        gradio closes the iterator when the reader has left, which ends the generation.
+        """
         text = ""
         try:
+            if len(prompt) > LONGEST_PROMPT:
+                raise GptlmError(f"the prompt has {len(prompt):,} characters, at most {LONGEST_PROMPT:,} are read")
+            check_text(prompt, "the prompt")
+            sampling = Sampling(do_sample, int(top_k), float(top_p), float(temperature), float(penalty))
+            torch.manual_seed(int(seed or 0))
             (row,) = encode_prompts(
                 self.tokenizer,
                 [prompt],
@@ -94,12 +108,23 @@ class _Writer:
                 allow_special_tokens=self.arguments.allow_special_tokens,
             )
             settings: dict[str, Any] = {"max_new_tokens": int(new_tokens), "stop_at_eol": stop_at_eol}
-            for piece in Stream(self.decoder, self.tokenizer, row, sampling=sampling, **settings):
+            stream = Stream(self.decoder, self.tokenizer, row, sampling=sampling, **settings)
+            for piece in stream.steps():
                 text += piece
                 yield text
+        except GeneratorExit:
+            logger.info("a request was abandoned after %d characters", len(text))
+            raise
         except GptlmError as error:
-            raise self.gradio.Error(str(error)) from error
+            raise self._shown(str(error)) from error
+        except Exception as error:
+            logger.exception("a request failed")
+            raise self._shown(f"the model could not continue this: {reason_of(error)}") from error
         yield text
+
+    def _shown(self, sentence: str) -> Exception:
+        """gradio's error, whose text the page takes for HTML."""
+        return self.gradio.Error(html.escape(sentence, quote=False), print_exception=False)  # type: ignore[no-any-return]
 
 
 def _page(gradio: ModuleType, writer: _Writer, arguments: PredictArguments) -> Any:
@@ -108,7 +133,7 @@ def _page(gradio: ModuleType, writer: _Writer, arguments: PredictArguments) -> A
         gradio.Markdown(f"### {arguments.model_name_or_path}")
         with gradio.Row():
             with gradio.Column():
-                prompt = gradio.Textbox(label="Prompt", lines=6, elem_id="prompt")
+                prompt = gradio.Textbox(label="Prompt", lines=6, elem_id="prompt", max_length=LONGEST_PROMPT)
                 with gradio.Row():
                     start = gradio.Button("Continue", variant="primary")
                     stop = gradio.Button("Stop")
