@@ -60,6 +60,19 @@ def test_the_newest_whole_checkpoint_decides(tmp_path):
     assert owner_of(tmp_path) == "pretrain"
 
 
+def test_a_run_in_its_sub_folder_goes_on_when_the_folder_is_empty(tmp_path, tiny_model):
+    write_run(tmp_path / "sft", "sft")
+    assert own_folder(tmp_path, "sft") == tmp_path / "sft" and own_folder(tmp_path, "lora") == tmp_path
+    words = f"--model_name_or_path {tiny_model} --output_dir {tmp_path} --dataset_name_or_path d.jsonl --device cpu"
+    run = parse_sft(words.split(), {})
+    assert run.training.output_dir == str(tmp_path / "sft")
+    assert any(f"{tmp_path}/sft holds a run of this task, {tmp_path} none" in note for note in run.notes)
+    write_run(tmp_path, "sft")
+    assert own_folder(tmp_path, "sft") == tmp_path
+    write_run(tmp_path, "pretrain", step=7)
+    assert own_folder(tmp_path, "sft") == tmp_path / "sft"
+
+
 def test_a_sub_folder_of_another_task_is_refused(tmp_path):
     write_run(tmp_path, "pretrain")
     write_run(tmp_path / "sft", "lora")

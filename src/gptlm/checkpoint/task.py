@@ -53,6 +53,8 @@ def own_folder(folder: Path, task: str) -> Path:
     """
     own = folder / task
     owners = [owner_of(folder), owner_of(own)]
+    if owners == [None, task] and not folders(folder) and not _holds_model(folder):
+        return own  # the other task's checkpoints are removed or to come; this one's run goes on
     if owners[0] in (None, task):
         return folder
     if owners[1] in (None, task):
@@ -80,11 +82,10 @@ def take_own_folder(parsed: Parsed, task: str) -> None:
     trains = not only_evaluates if training.do_train is None else training.do_train
     if own == folder or not (trains or owner_of(own)):
         return
-    parsed.note(
-        f"{folder} holds a run of {name_of(str(owner_of(folder)))}: this one, {name_of(task)}, uses {own} "
-        f"(another {named('output_dir')} avoids this)"
-    )
-    parsed.put(replace(training, output_dir=str(own)), derived(f"{folder} holds another task's run"))
+    other = owner_of(folder)
+    why = f"{folder} holds a run of {name_of(other)}" if other else f"{own} holds a run of this task, {folder} none"
+    parsed.note(f"{why}: this one, {name_of(task)}, uses {own} (another {named('output_dir')} avoids this)")
+    parsed.put(replace(training, output_dir=str(own)), derived(why))
 
 
 def take_own_adapters(parsed: Parsed) -> None:
