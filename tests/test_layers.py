@@ -24,6 +24,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "data": 0,
     "kernels": 0,
     "parallel": 0,
+    "pickles": 0,
     "model": 1,
     "conversion": 2,
     "inference": 2,
@@ -112,6 +113,13 @@ def test_only_pretrained_calls_from_pretrained():
         if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
     ]
     assert calls == ["model/pretrained.py"]
+
+
+def test_pickles_are_read_and_written_in_one_place():
+    """Writing: the files of Paddle and Megatron, which are pickles."""
+    assert lines_with(r"torch\.load\(|pickle\.loads?\(|Unpickler|allow_pickle=True", but="") == []
+    writers = {line.split(":")[0] for line in lines_with(r"torch\.save\(|pickle\.dumps?\(", but="")}
+    assert writers == {"conversion/megatron/write.py", "conversion/paddle/write.py", "conversion/lora.py"}
 
 
 def test_only_quiet_changes_other_libraries_logs():

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.conversion.safe_pickle import Arguments, StandIn, read_pickle
-from gptlm.conversion.torch_file import Storage, read_torch
 from gptlm.errors import GptlmError
+from gptlm.pickles.safe_pickle import Arguments, StandIn, read_pickle
+from gptlm.pickles.torch_file import Storage, read_torch
 
 KINDS = ("pdparams-2", "pdparams-4", "pdparams-5", "zip", "old")
 WORKERS, BATCH, EXTRA_MEMORY = 2, 20, 1 << 30

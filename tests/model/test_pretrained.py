@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from gptlm.conversion.verify import fixed_batch, logits_of_folder
@@ -86,3 +88,24 @@ def test_other_reasons_keep_their_sentence(folder):
 def test_the_class_in_the_file_is_the_one_that_is_used(folder):
     change(folder / "tokenizer_config.json", auto_map=TOKENIZER, tokenizer_class="PreTrainedTokenizerFast")
     assert isinstance(load_tokenizer(str(folder)), PreTrainedTokenizerFast)
+
+
+class Poison:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_pickle_of_weights_is_checked_before_torch_reads_it(folder, new, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    model = load_model(str(folder))
+    (folder / "model.safetensors").unlink()
+    weights = GPT2LMHeadModel(model.config).state_dict()
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    loaded = load_model(str(folder))
+    assert torch.equal(loaded.transformer.wte.weight, weights["transformer.wte.weight"])
+    weights["x"] = Poison()
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(GptlmError, match=r"pytorch_model.bin is refused: it asks for posix.system") as refused:
+        load_model(str(folder))
+    assert "weights_only" not in str(refused.value)

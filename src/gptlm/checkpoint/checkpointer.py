@@ -6,23 +6,20 @@ precision (optimizer_state.py).
 """
 
 import logging
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
-from transformers.trainer_pt_utils import safe_globals
 
 from gptlm.checkpoint import folder as checkpoint
-from gptlm.checkpoint import optimizer_state
-from gptlm.errors import GptlmError, reason_of
+from gptlm.checkpoint import optimizer_state, random_states
+from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.parallel.deepspeed import gathered_parameters
@@ -107,7 +104,7 @@ class Checkpointer:
         if not self.args.save_only_model:
             tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
             optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)
-            torch.save(self._rng_states(), folder / self._rng_file)
+            random_states.save(folder / self._rng_file)
         if state.best_global_step:  # every rank has to know it: all of them load it in the end
             best = self.output_dir / f"checkpoint-{state.best_global_step}"
             if best.is_dir() or state.best_global_step == state.global_step:
@@ -139,7 +136,6 @@ class Checkpointer:
             save_adapters(self.model, weights, folder)
         else:
             self.model.save_pretrained(folder, state_dict=weights)
-            torch.save(self.args, folder / "training_args.bin")  # as the stock Trainer does
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -209,7 +205,7 @@ class Checkpointer:
                     *own,
                 )
             return
-        reasons = [self._load_own_rng_state(folder)] * self.args.world_size
+        reasons = [random_states.load(folder / self._rng_file)] * self.args.world_size
         if self.args.world_size > 1:
             dist.all_gather_object(reasons, reasons[0])
         reason = next(filter(None, reasons), None)
@@ -217,40 +213,9 @@ class Checkpointer:
             torch.manual_seed(new_seed)
             logger.warning("the random states of %s cannot be read (%s): dropout draws new numbers", folder, reason)
 
-    def _load_own_rng_state(self, folder: Path) -> str | None:
-        """Restore this process's random states; returns why that is impossible."""
-        if not (folder / self._rng_file).is_file():
-            return f"{self._rng_file} is missing"
-        reconstruct: Any = np.ones(1).__reduce__()[0]
-        numpy_1 = torch.serialization.safe_globals([(reconstruct, "numpy.core.multiarray._reconstruct")])
-        try:
-            with safe_globals(), numpy_1:  # numpy 1 had the function in another module
-                states = torch.load(folder / self._rng_file, weights_only=True)
-            random.setstate(states["python"])
-            np.random.set_state(states["numpy"])
-            torch.random.set_rng_state(states["cpu"])
-            if torch.cuda.is_available() and isinstance(states.get("cuda"), list):
-                torch.cuda.random.set_rng_state_all(states["cuda"])
-            elif torch.cuda.is_available() and "cuda" in states:
-                torch.cuda.random.set_rng_state(states["cuda"])
-        except Exception as error:  # damaged pickles make torch raise nearly anything
-            return f"{self._rng_file}: {reason_of(error)}"
-        return None
-
     @property
     def _rng_file(self) -> str:
-        return "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
-
-    def _rng_states(self) -> dict[str, Any]:
-        states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            of_all = dist.is_initialized()
-            states["cuda"] = torch.cuda.random.get_rng_state_all() if of_all else torch.cuda.random.get_rng_state()
-        return states
+        return random_states.file_name(self.args.process_index, self.args.world_size)
 
     def _barrier(self) -> None:
         if self.args.world_size > 1:

@@ -5,10 +5,9 @@ A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with ev
 
     model.safetensors, config.json, generation_config.json   the model, a GPT-2 folder; with LoRA PEFT's files instead
     the tokenizer's files
-    training_args.bin            transformers' arguments (not with LoRA)
     run.json                     the run as an argument file
     optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
-    rng_state*.pth               random states of each process; not with save_only_model
+    rng_state*.json              random states of each process; not with save_only_model
     trainer_state.json           the log history and the state of transformers' Trainer
     manifest.json                task, global_step, optimizer_steps, loss_scale, world_size, layout, order, settings,
                                  consumed_samples, epoch_position, loss_sum, files and their sizes

@@ -10,10 +10,10 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names
 from gptlm.conversion.source import ReadOptions, Source, check_variants
-from gptlm.conversion.torch_file import read_torch
 from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, shape_of_config
 from gptlm.model.safetensors_io import LazyTensors
+from gptlm.pickles.torch_file import read_torch
 
 HEAD = "lm_head.weight"
 # Key of config.json -> (values that this package can compute, what any other means). The first three GELUs are equal.

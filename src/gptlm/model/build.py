@@ -13,7 +13,8 @@ from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.pretrained import load_pretrained
-from gptlm.model.safetensors_io import LazyTensors
+from gptlm.model.safetensors_io import LazyTensors, weight_files
+from gptlm.pickles.torch_file import read_torch
 
 SUPPORTED = {  # config key -> the values that our network implements
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -94,6 +95,7 @@ def load_model(
     """
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
+        _check_pickles(Path(source))
         loaded: Any = load_pretrained(GPTLMHeadModel, source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:
         raise
@@ -180,6 +182,13 @@ def _set_dropout(config: GPT2Config, hidden: float | None, attention: float | No
         config.attn_pdrop = attention
         if attention != config.resid_pdrop:
             config.attn_resid_pdrop = attention
+
+
+def _check_pickles(folder: Path) -> None:
+    """Raises GptlmError if weights that transformers will read with torch are not plain tensors, or are damaged."""
+    if not weight_files(folder):
+        for path in sorted(folder.glob("pytorch_model*.bin")):
+            read_torch(path)
 
 
 def _unreadable(source: str, error: Exception) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, layer_and_part
 from gptlm.conversion.megatron import layout
-from gptlm.conversion.safe_pickle import StandIn
 from gptlm.conversion.source import (
     MASTER,
     WEIGHT,
@@ -25,10 +24,11 @@ from gptlm.conversion.source import (
     merge_replicated,
     nearly_equal,
 )
-from gptlm.conversion.torch_file import read_torch
 from gptlm.errors import GptlmError, named
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.presets import GPT2_VOCABULARY, Shape
+from gptlm.pickles.safe_pickle import StandIn
+from gptlm.pickles.torch_file import read_torch
 
 MASTER_WEIGHTS = "fp32_from_fp16_params"
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WPE, WTE, layer_and_part
 from gptlm.conversion.paddle import layout
-from gptlm.conversion.safe_pickle import read_pickle
 from gptlm.conversion.source import (
     MASTER,
     WEIGHT,
@@ -29,6 +28,7 @@ from gptlm.conversion.source import (
 from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, read_json
 from gptlm.model.safetensors_io import LazyTensors
+from gptlm.pickles.safe_pickle import read_pickle
 
 OLD_CONFIG = "model_config.json"
 TANH_GELU = (None, "gelu", "gelu_new", "gelu_pytorch_tanh")  # PaddleNLP and FleetX compute the tanh form for "gelu"

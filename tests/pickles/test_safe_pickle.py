@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.conversion.safe_pickle import NUMPY, PLAIN, StandIn, read_pickle
-from gptlm.conversion.torch_file import DTYPES, INERT, TORCH, read_torch
 from gptlm.errors import GptlmError
+from gptlm.pickles.safe_pickle import NUMPY, PLAIN, StandIn, read_pickle
+from gptlm.pickles.torch_file import DTYPES, INERT, TORCH, read_torch
 
 
 class Poison:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptlm.conversion.safe_pickle import NUMPY, PLAIN, Machine, Maker, StandIn, guarded, mapped, size_of
 from gptlm.errors import GptlmError
+from gptlm.pickles.safe_pickle import NUMPY, PLAIN, Machine, Maker, StandIn, guarded, mapped, size_of
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older format
 LOCAL_HEADER = 30  # bytes of a zip entry's own header, without name and extra field
