@@ -236,6 +236,11 @@ def test_explicit_checkpoints(train, tmp_path):
     train("--resume_from_checkpoint", "true", output="fresh")  # the first start of a job that restarts itself
     with pytest.raises(GptlmError, match="checkpoint-99 does not exist"):
         train("--resume_from_checkpoint", tmp_path / "out" / "checkpoint-99", output="other2")
+    train(*NO_DROPOUT, "--seed", "7", output="own")
+    own = weights(tmp_path / "own")
+    with pytest.raises(GptlmError, match="nothing is left to train after .*out/.*own holds a run of its own"):
+        train(*NO_DROPOUT, "--resume_from_checkpoint", tmp_path / "out", output="own")
+    assert equal(own, weights(tmp_path / "own"))
 
 
 def test_two_runs_in_one_folder(train, tmp_path, capsys):

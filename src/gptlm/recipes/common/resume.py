@@ -15,7 +15,7 @@ from gptlm.checkpoint.folder import Checkpoint
 from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
 
@@ -87,6 +87,11 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
     if path is not None:
         found = checkpoint.read(_newest_below(path))
         _check_task(run, found)
+        if is_complete(run, found) and checkpoint.folders(output_dir):
+            raise GptlmError(
+                f"nothing is left to train after {found.path}, and {output_dir} holds a run of its own, whose model "
+                f"would be replaced; give another {named('output_dir')}, or leave {named('resume_from_checkpoint')} out"
+            )
     else:
         found, skipped = checkpoint.newest(output_dir)
         for reason in skipped:
