@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from gptlm.conversion.verify import fixed_batch, logits_of_folder
@@ -109,3 +110,11 @@ def test_a_pickle_of_weights_is_checked_before_torch_reads_it(folder, new, monke
     with pytest.raises(GptlmError, match=r"pytorch_model.bin is refused: it asks for posix.system") as refused:
         load_model(str(folder))
     assert "weights_only" not in str(refused.value)
+
+
+def test_a_model_beside_adapters_is_refused(folder):
+    """transformers would add them to the weights."""
+    network = GPT2LMHeadModel.from_pretrained(folder)
+    get_peft_model(network, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).save_pretrained(folder)
+    with pytest.raises(GptlmError, match="holds a model and adapters .* --lora_path"):
+        load_model(str(folder))

@@ -9,7 +9,7 @@ from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
 from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
-from gptlm.model.files import CONV1D_WEIGHTS
+from gptlm.model.files import ADAPTER_CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.pretrained import load_pretrained
@@ -91,8 +91,14 @@ def load_model(
         hidden_dropout, attention_dropout: None keeps those of the config.
 
     Raises:
-        GptlmError: if the weights are missing, unreadable, incomplete, or of a variant that is not implemented.
+        GptlmError: if the weights are missing, unreadable, incomplete, of a variant that is not implemented, or lie
+            beside adapters, which transformers would add to them.
     """
+    if (Path(source) / ADAPTER_CONFIG).is_file():
+        raise GptlmError(
+            f"{source} holds a model and adapters ({ADAPTER_CONFIG}); move the adapters to a folder of their own, and "
+            f"give it with {named('lora_path')} to use them"
+        )
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
         _check_pickles(Path(source))
