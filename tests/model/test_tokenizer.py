@@ -5,7 +5,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gptlm.errors import GptlmError
-from gptlm.model.tokenizer import EOS, fingerprint, load_gpt2_files, load_tokenizer, train_tokenizer
+from gptlm.model.tokenizer import (
+    EOS,
+    LONGEST_WORD,
+    _short_words,
+    fingerprint,
+    load_gpt2_files,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TEXT = "the cat sat on the mat and the dog sat on the log " * 20
 
@@ -130,3 +138,21 @@ def test_a_tokenizer_that_cannot_encode_text_is_refused(tmp_path, words):
 @pytest.mark.parametrize("words", ["天地玄黃宇宙洪荒", "ACGT"])
 def test_vocabularies_of_another_language_or_of_none_are_accepted(tmp_path, words):
     assert len(load_tokenizer(word_level(tmp_path, *words))) == 2 + len(words)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31, 2**64, True, 1.0, "1", None])
+def test_ids_that_are_none_are_refused_with_their_token(tmp_path, token_id):
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "bad": token_id, EOS: 2}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(GptlmError, match=f"'bad' has {token_id!r}"):
+        load_gpt2_files(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+
+
+def test_a_word_of_three_million_characters_is_cut_for_the_training():
+    """Minutes and gigabytes otherwise. The vocabulary of ordinary words is the same."""
+    words = ["the cat sat on the mat ", "x" * LONGEST_WORD + " the mat"]
+    plain = train_tokenizer(words, 300).get_vocab()
+    giant = train_tokenizer([*words, "ab" * 1_500_000], 300).get_vocab()
+    assert {"Ġthe", "at"} <= set(plain) & set(giant)
+    pieces = list(_short_words([*words, "so ab\n" + "ab" * 1250 + " so"]))
+    assert pieces[:2] == words and pieces[2:] == ["so ab\n" + "ab" * 500, "ab" * 500, "ab" * 250 + " so"]

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 EOS = "<|endoftext|>"
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # key in tokenizer.deprecation_warnings
 DOWNLOAD = "copy or download it again"
+LONGEST_WORD = 1000  # characters
+NO_SPACE = re.compile(r"\S+")
 PROBE = "The quick brown fox jumps over the lazy dog."
 
 
@@ -87,8 +90,11 @@ def load_gpt2_files(vocab_file: str, merge_file: str) -> PreTrainedTokenizerBase
             encoded.
     """
     vocabulary: dict[str, int] = read_json(Path(vocab_file), "the vocabulary ", "are vocabulary and merges swapped?")
-    if not all(isinstance(token_id, int) for token_id in vocabulary.values()):
-        raise GptlmError(f"the vocabulary {vocab_file} is not a JSON object of token -> id")
+    for token, token_id in vocabulary.items():
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise GptlmError(
+                f"the vocabulary {vocab_file} is not a JSON object of token -> id: {token[:40]!r} has {token_id!r:.40}"
+            )
     merges = _read_merges(Path(merge_file), vocabulary)
     if EOS not in vocabulary:
         raise GptlmError(f"{vocab_file} has no {EOS} entry, which GPT-2's vocabulary ends documents with")
@@ -179,8 +185,25 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, min_frequency:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(documents, trainer=trainer)
+    tokenizer.train_from_iterator(_short_words(documents), trainer=trainer)
     return GPT2Tokenizer(tokenizer_object=tokenizer, unk_token=EOS, bos_token=EOS, eos_token=EOS, pad_token=EOS)
+
+
+def _short_words(texts: Iterable[str]) -> Iterator[str]:
+    """`texts`, cut inside words above LONGEST_WORD: the time of a training grows steeply with the length of a word."""
+    cuts = 0
+    for text in texts:
+        start = 0
+        if len(text) > LONGEST_WORD and max(map(len, text.split()), default=0) > LONGEST_WORD:
+            for word in NO_SPACE.finditer(text):
+                for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+                    yield text[start:cut]
+                    start, cuts = cut, cuts + 1
+        yield text[start:]
+    if cuts:
+        logger.info(
+            "words above %d characters are cut for the training of the vocabulary, %d times", LONGEST_WORD, cuts
+        )
 
 
 def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
