@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import nltk
@@ -409,6 +410,11 @@ def test_the_complete_workflow_under_a_c_locale_with_chinese_paths(work, model):
         result = run_script(name, *shlex.split(words), last, cwd=work, environment=plain)
         assert result.returncode == 0, (name, result.stderr)
     assert (work / "模型 1" / "model.safetensors").is_file() and (work / "数 据" / "x.bin").is_file()
+
+
+def test_the_version_names_the_libraries(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"gptlm {version('gptlm')} (torch {version('torch')}, transformers ")
 
 
 def test_a_misspelt_command_names_the_nearest(capsys):

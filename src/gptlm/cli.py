@@ -13,10 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gptlm import __version__
 from gptlm.commands.convert import CONVERT, parse_convert
 from gptlm.commands.data import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
 from gptlm.commands.demo import DEMO, parse_demo
@@ -334,6 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _require_utf8()
     quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(_versions())
+        return 0
     if not words or words[0] not in COMMANDS:
         asked = bool(words) and words[0] in ("-h", "--help", "help")
         print(_usage(), file=sys.stdout if asked else sys.stderr)
@@ -396,9 +401,18 @@ def _require_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def _versions() -> str:
+    """What a report of a fault should name; nothing is imported for it."""
+    others = ("torch", "transformers", "deepspeed", "peft", "tokenizers", "datasets")
+    found = ", ".join(f"{name} {version(name)}" for name in others)
+    return f"gptlm {__version__} ({found}, Python {sys.version.split()[0]})"
+
+
 def _usage() -> str:
     lines = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: gptlm COMMAND [--flag value ...]   (gptlm COMMAND --help lists the flags)", *lines])
+    return "\n".join(
+        ["usage: gptlm COMMAND [--flag value ...]   (gptlm COMMAND --help lists the flags; gptlm --version)", *lines]
+    )
 
 
 def _data_usage() -> str:
