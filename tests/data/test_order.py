@@ -341,7 +341,8 @@ def test_without_a_compiler_a_blend_takes_python(compiler, monkeypatch, caplog):
         _compiled.cache_clear()
     # lags at i = 0: 0.25, 0.75 -> 1; 1: 0.25, -0.25 -> 0; 2: -0.5, 0.5 -> 1; 3: -0.25, 0.25 -> 1; 4: 0, 0 -> 0 (tie)
     assert parts.tolist() == [1, 0, 1, 1, 0, 1, 1, 1] and samples.tolist() == [0, 0, 1, 2, 1, 3, 4, 5]
-    assert caplog.text.count("computed in Python") == 1
+    said = {id(record) for record in caplog.records if "computed in Python" in record.getMessage()}
+    assert len(said) == 1  # a record is listed twice where pytest's handler is on two loggers of its path
 
 
 def test_the_order_of_a_blend_is_kept(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gptlm.errors import GptlmError, reason_of
+from gptlm.json_text import parse_json
 from gptlm.pickles.torch_file import read_torch
 
 
@@ -46,7 +47,7 @@ def load(path: Path) -> str | None:
     if file is None:
         return f"{path.name} is missing"
     try:
-        states = json.loads(file.read_text(encoding="utf-8")) if file == path else read_torch(file)
+        states = parse_json(file.read_text(encoding="utf-8")) if file == path else read_torch(file)
         (version, words, gauss), cuda = states["python"], states.get("cuda")
         kind, keys, position, has_gauss, cached = states["numpy"]
         random.setstate((version, tuple(words), gauss))
