@@ -190,7 +190,7 @@ def test_an_array_by_hand(tmp_path):
         (array_of("V9", bytes(36)), "an array of 'V9'"),
         (array_of("f4", bytes(15)), "4 numbers of 4 bytes in 15 bytes"),
         (array_of("f4", bytes(16), shape=(2**60, 2**60)), "numbers of 4 bytes in 16 bytes"),
-        (array_of("f4", bytes(16), shape=(-4,)), "a size that is no number of elements"),
+        (array_of("f4", bytes(16), shape=(-4,)), "a size that is not a number of elements"),
         (array_of("f4", bytes(16), again=True), "an array that is filled twice"),
     ],
 )

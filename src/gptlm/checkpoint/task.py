@@ -54,7 +54,7 @@ def own_folder(folder: Path, task: str) -> Path:
     own = folder / task
     owners = [owner_of(folder), owner_of(own)]
     if owners == [None, task] and not folders(folder) and not _holds_model(folder):
-        return own  # the other task's checkpoints are removed or to come; this one's run goes on
+        return own  # the other task's checkpoints are removed or to come; this one's run resumes
     if owners[0] in (None, task):
         return folder
     if owners[1] in (None, task):

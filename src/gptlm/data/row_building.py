@@ -22,6 +22,7 @@ from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.data.stored_rows import SCHEMA, to_arrow
 from gptlm.data.workers import Workers
 from gptlm.errors import GptlmError
+from gptlm.json_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class RowSettings:
     def key(self) -> dict[str, Any]:
         """What rows depend on besides the records, for the name of a cache entry."""
         template = str(self.tokenizer.chat_template or "")
-        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        backend = parse_json(self.tokenizer.backend_tokenizer.to_str())
         content = [
             type(self.tokenizer).__name__,
             backend | {"truncation": None, "padding": None},  # encoding switches both off

@@ -76,7 +76,7 @@ def size_of(shape: Any) -> int:
     if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
         raise ValueError("a shape that is no tuple of sizes")
     if any(type(length) is not int or length < 0 for length in shape):
-        raise ValueError("a size that is no number of elements")
+        raise ValueError("a size that is not a number of elements")
     return math.prod(shape)
 
 

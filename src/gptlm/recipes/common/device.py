@@ -108,7 +108,7 @@ def close_process_group(seconds: int) -> Iterator[None]:
         with explain_timeout(seconds):
             yield
             if dist.is_initialized():
-                dist.barrier()  # nobody takes the group from under another process
+                dist.barrier()  # no process destroys the group while another one uses it
     finally:
         if dist.is_initialized():
             gc.collect()  # the trainer is part of reference cycles
