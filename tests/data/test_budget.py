@@ -76,3 +76,14 @@ def test_memory_is_limited_in_other_threads_too():
     thread.start()
     thread.join()
     assert found == ["it needs more than 300 MiB of memory"]
+
+
+def test_without_the_size_of_the_process_time_alone_is_limited(monkeypatch, tmp_path):
+    monkeypatch.setattr("gptlm.data.budget.SIZE", tmp_path / "statm")
+    before = state()
+    with budget(60, MIB):
+        assert len(bytearray(64 * MIB)) == 64 * MIB
+    with pytest.raises(OverBudgetError, match=r"more than 0\.1 s"), budget(0.1, MIB):
+        while True:
+            pass
+    assert state() == before

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 PAGE = resource.getpagesize()
+SIZE = Path("/proc/self/statm")  # of the process, in pages; Linux has it
 AGAIN = 0.5  # seconds after which the alarm is repeated: an exception inside a destructor has no effect
 
 
@@ -20,15 +21,16 @@ class OverBudgetError(Exception):
 def budget(seconds: float, memory: int) -> Iterator[None]:
     """End the code inside after `seconds`, and where it needs `memory` bytes more than the process has.
 
-    The address space of the whole process is limited meanwhile. Time is limited in the main thread only, since
-    Python handles signals there.
+    The address space of the whole process is limited meanwhile, on Linux, which tells its size. Time is limited in the
+    main thread only, since Python handles signals there.
 
     Raises:
         OverBudgetError: if a limit is reached.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * PAGE
-    limits = [limit for limit in (used + memory, soft, hard) if limit != resource.RLIM_INFINITY]
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    if SIZE.exists():
+        limits.append(int(SIZE.read_text(encoding="ascii").split()[0]) * PAGE + memory)
     in_main = threading.current_thread() is threading.main_thread()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -36,7 +38,7 @@ def budget(seconds: float, memory: int) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, end) if in_main else None
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits, default=soft), hard))
         if in_main:
             signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
         yield
