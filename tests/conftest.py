@@ -11,20 +11,25 @@ import numpy as np
 import pytest
 
 from gptlm.data.writer import IndexedTokensWriter
+from tests.golden.corpora import numbered_documents, random_documents, write_documents
 
 CACHE = tempfile.TemporaryDirectory(prefix="gptlm-tests-")  # runs keep encoded examples there, not in the user's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared"  # recorded cases of the originals; tests that use them skip where it is absent
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip("the recorded cases of the originals are not here")
-    return SHARED
+def golden_corpora(tmp_path_factory) -> Path:
+    """The inputs of `tests/golden`: `paddlenlp/{mmap,npy}/{a,b}` and `megatron/{a,c}`."""
+    root = tmp_path_factory.mktemp("golden")
+    for name in ("a", "b"):
+        for layout in ("mmap", "npy"):
+            write_documents(root / "paddlenlp" / layout / name, random_documents(name), layout)
+    for name in ("a", "c"):
+        write_documents(root / "megatron" / name, numbered_documents(name))
+    return root
 
 
 @pytest.fixture(scope="session")

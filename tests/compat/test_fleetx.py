@@ -2,20 +2,25 @@
 
 import json
 import shlex
+import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+import yaml
 
 from gptlm.commands.evaluate import resolve_evaluate
 from gptlm.commands.plan import parse_plan, with_layout
 from gptlm.commands.predict import resolve_predict
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.compat.fleetx.load import read_configuration
+from gptlm.compat.fleetx.validate import unknown_keys
 from gptlm.config.args.inference import EvaluateArguments, PredictArguments
 from gptlm.errors import UsageError
 from gptlm.planner.args import cluster_of, precision_of, sizes_of
 from gptlm.planner.report import command
 from gptlm.planner.search import candidates
+from tests.conftest import ROOT
+from tests.golden import recorded
 
 BASE = """\
 Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}
@@ -488,44 +493,19 @@ def test_the_last_of_two_checkpoint_folders_counts(folder):
         assert any(note.startswith(f"-o {first.replace('=', ' ')} has no effect") for note in parsed.notes)
 
 
-# The originals' files and outcomes ------------------------------------------------------------------------------
-
-WORLDS = {"13B": 16, "dp8": 8, "sharding16": 16, "mp8_pp16": 128, "mp8": 8, "mp2": 2}
-BROKEN = {"g1c_20220816/examples/gpt/hybrid_parallel/configs_175B_mp8_pp16.yaml": "longer than the position table"}
-
-
-def test_every_file_of_the_originals_is_read(shared):
-    root = shared / "cases" / "fleetx" / "yaml"
-    files = sorted(root.rglob("*.yaml"))
-    assert len(files) > 40
-    for file in files:
-        one = any(word in file.name for word in ("generation", "inference", "single"))
-        world = next((size for name, size in WORLDS.items() if name in file.name and (not one or name == "mp2")), 1)
-        words = ["-c", str(file), "--world_size", str(world)]
-        broken = BROKEN.get(str(file.relative_to(root)))
-        if broken:
-            with pytest.raises(UsageError, match=broken):
-                parse_pretrain(words, {}, printing=True)
-            continue
-        run = parse_pretrain(words, {}, printing=True)
-        assert run.dims.world == world, file
-        runs = not any(
-            word in file.name for word in ("eval", "generation", "inference", "export", "glue", "prune", "qat")
-        )
-        assert bool(run.refusals) != runs, (file, run.refusals)
-
+# Outcomes of the original -----------------------------------------------------------------------------------------
 
 SAME = {
-    ("Global", "local_batch_size"): "local_batch_size",
-    ("Global", "global_batch_size"): "global_batch_size",
-    ("Global", "micro_batch_size"): "per_device_train_batch_size",
-    ("Engine", "accumulate_steps"): "gradient_accumulation_steps",
-    ("Global", "seed"): "seed",
-    ("Engine", "max_steps"): "max_steps",
-    ("Model", "hidden_size"): "hidden_size",
-    ("Model", "num_layers"): "num_hidden_layers",
-    ("Distributed", "mp_degree"): "tensor_parallel_degree",
-    ("Distributed", "pp_degree"): "pipeline_parallel_degree",
+    "Global.local_batch_size": "local_batch_size",
+    "Global.global_batch_size": "global_batch_size",
+    "Global.micro_batch_size": "per_device_train_batch_size",
+    "Engine.accumulate_steps": "gradient_accumulation_steps",
+    "Global.seed": "seed",
+    "Engine.max_steps": "max_steps",
+    "Model.hidden_size": "hidden_size",
+    "Model.num_layers": "num_hidden_layers",
+    "Distributed.mp_degree": "tensor_parallel_degree",
+    "Distributed.pp_degree": "pipeline_parallel_degree",
 }
 OURS_IS_AN_ERROR = {  # the original accepts these
     "Global.global_batch_size=65": "should be divided by local_batch_size",
@@ -539,44 +519,107 @@ OURS_IS_NO_ERROR = (  # the original stops
 )
 
 
-def outcomes(shared):
-    root = shared / "cases" / "fleetx"
-    for case in json.loads((root / "overrides.json").read_text()):
-        name = Path(case["file"])
-        found = [f for f in (root / "yaml").rglob(name.name) if ("auto" in name.parts) == ("auto" in f.parts)]
-        if found:
-            yield case, found[0], case["overrides"], case.get("world_size", 1)
+NOT_SHIPPED = {  # over the shipped files; the keys are those of the original's files of these names
+    "eval_gpt_345M_single_card": """\
+_base_: ./pretrain_gpt_345M_single_card.yaml
+Model: {module: GPTEvalModule}
+Offline_Eval: {eval_path: text, cloze_eval: False, overlapping_eval: 16, batch_size: 4, max_seq_len: 512}
+""",
+    "qat_gpt_345M_single_card": """\
+_base_: ./pretrain_gpt_345M_single_card.yaml
+Global: {global_batch_size: 8}
+Model: {fused_linear: True}
+Distributed: {dp_degree: , sharding: {reduce_overlap: False, broadcast_overlap: False}}
+Compress:
+  pretrained:
+  Quantization: {enable: True, weight_bits: 4, activation_bits: 4, quantizable_layer_type: [Linear], onnx_format: False}
+""",
+    "prune_gpt_345M_single_card": """\
+_base_: ./pretrain_gpt_345M_single_card.yaml
+Optimizer: {weight_decay: 0.5, lr: {decay_steps: 70, warmup_rate: 0.5, max_lr: 0.5, min_lr: 0.25}}
+Compress: {pretrained: , Prune: {enable: True, criterion: l1_norm, ratio: 0.5}}
+""",
+    "finetune_gpt_345M_single_card_glue": """\
+_base_: ./pretrain_gpt_345M_single_card.yaml
+Global: {local_batch_size: 32, micro_batch_size: 32, seed: 42}
+Engine: {_inherited_: False, run_mode: epoch, num_train_epochs: 2, eval_freq: 1, save_load: {save_epoch: 1}}
+Model:
+  module: GPTFinetuneModule
+  num_classes: 3
+  pretrained: ./model
+  loss: {train: {name: CrossEntropyLoss}, eval: {name: CrossEntropyLoss}}
+  metric: {eval: {name: Accuracy}}
+Optimizer:
+  multi_precision: True
+  lr: {_inherited_: False, name: LinearDecayWithWarmup, warmup: 0.5, learning_rate: 0.5}
+Data:
+  Train:
+    dataset: {_inherited_: False, name: SST2, root: ./d, split: train, max_length: 64}
+    sampler: {name: DistributedBatchSampler, batch_size: 32, shuffle: True, drop_last: True}
+  Eval:
+    dataset: {name: SST2, root: ./d, split: dev, max_length: 64}
+    sampler: {name: DistributedBatchSampler, batch_size: 32, shuffle: False, drop_last: False}
+""",
+}
 
 
-def expected_error(case, overrides, world):
+def expected_error(case):
     """What our message must hold; None: the run is accepted."""
-    ours = [says for override, says in OURS_IS_AN_ERROR.items() if override in overrides]
+    ours = [says for override, says in OURS_IS_AN_ERROR.items() if override in case["overrides"]]
     if ours:
         return ours[0]
-    if case["file"].endswith("auto/pretrain_gpt_6.7B_sharding16.yaml") and world == 8:
+    if case["file"] == "auto/pretrain_gpt_6.7B_sharding16" and case["world_size"] == 8:
         return "does not divide the 8 data-parallel replicas"
-    if "error" not in case or set(overrides) & {*OURS_IS_NO_ERROR}:
+    if "error" not in case or set(case["overrides"]) & {*OURS_IS_NO_ERROR}:
         return None
-    text = case["error"]["message"]
-    return "does not divide the number of processes" if "nranks" in text else text
+    return "does not divide the number of processes" if "nranks" in case["error"] else case["error"]
 
 
-def test_outcomes_of_the_original(shared):
-    seen = 0
-    for case, file, overrides, world in outcomes(shared):
-        words = ["-c", str(file), "--world_size", str(world), *(word for o in overrides for word in ("-o", o))]
-        error = expected_error(case, overrides, world)
-        seen += 1
-        if error is not None:
-            with pytest.raises(UsageError) as raised:
-                parse_pretrain(words, {}, printing=True)
-            assert error in str(raised.value), (file, overrides)
-            continue
-        run = json.loads(parse_pretrain(words, {}, printing=True).as_json())["run"]
-        for (section, key), flag in SAME.items():
-            wanted = case.get("resolved", {}).get(section, {}).get(key)
-            assert wanted is None or run[flag] == wanted, (file, overrides, flag)
-    assert seen > 25
+def assert_outcome(case, file):
+    overrides = [word for override in case["overrides"] for word in ("-o", override)]
+    words = ["-c", str(file), "--world_size", str(case["world_size"]), *overrides]
+    error = expected_error(case)
+    if error is not None:
+        with pytest.raises(UsageError) as raised:
+            parse_pretrain(words, {}, printing=True)
+        assert error in str(raised.value)
+        return
+    run = json.loads(parse_pretrain(words, {}, printing=True).as_json())["run"]
+    resolved = case.get("resolved", {})
+    assert {key: run[SAME[key]] for key in resolved} == resolved
+
+
+OUTCOMES = recorded("fleetx/overrides.json")
+
+
+@pytest.mark.parametrize("case", OUTCOMES, ids=lambda case: " ".join([case["file"], *case["overrides"]]))
+def test_outcomes_of_the_original(tmp_path, case):
+    """Recorded from PaddleFleetX of 2023; the files are gptlm's own, with the split of that year."""
+    shutil.copytree(ROOT / "src/gptlm/configs/fleetx/gpt", tmp_path / "gpt")
+    base = tmp_path / "gpt" / "pretrain_gpt_base.yaml"
+    base.write_text(base.read_text().replace("[949, 50, 1]", "[969, 30, 1]"))
+    file = tmp_path / "gpt" / f"{case['file']}.yaml"
+    if case["file"] in NOT_SHIPPED:
+        file.write_text(NOT_SHIPPED[case["file"]])
+    assert_outcome(case, file)
+
+
+KEYS = recorded("fleetx/keys.json")
+
+
+@pytest.mark.parametrize("generation", KEYS)
+def test_every_key_of_a_generation_is_known(tmp_path, generation):
+    """The keys of all its files in one of our own, without values."""
+    tree: dict = {}
+    for key in KEYS[generation]:
+        *parents, last = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = None
+    tree.pop("_base_", None)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(tree))
+    assert list(unknown_keys(read_configuration(str(tmp_path / "own.yaml"), []))) == []
 
 
 @pytest.mark.parametrize(("batches", "said"), [("", "Engine.eval_iters is not given"), ("0", "is 0")])

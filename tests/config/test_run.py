@@ -10,6 +10,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.config.run import with_epochs_counted
 from gptlm.errors import UsageError
+from tests.golden import recorded
 
 README = (
     '--model_name_or_path gpt2-medium-en --tokenizer_name_or_path gpt2-medium-en --input_dir "./data" --output_dir out '
@@ -278,21 +279,42 @@ def test_epochs_become_steps_when_the_data_is_known():
     assert (partial.max_steps, partial.save_strategy, partial.save_steps) == (97, "epoch", 500)
 
 
-def test_found_commands_parse(shared, tmp_path, monkeypatch):
-    """Real pretraining commands and argument files, at 8 processes; the one with an unset shell variable aside."""
-    monkeypatch.chdir(tmp_path)
-    count = 0
-    for case in json.loads((shared / "cases" / "paddlenlp" / "commands.json").read_text()):
-        if not case["script"].startswith("run_pretrain"):
-            continue
-        text = case["text"].replace("${task_name4_single}", "gpt2-medium-en")
-        if case["kind"] == "json":
-            (tmp_path / "args.json").write_text(text)
-            text = "args.json"
-        run = resolve(text, world=8)["run"]
-        assert run["world_size"] == 8 and run["global_batch_size"] >= 1
-        count += 1
-    assert count >= 16
+FLAGS = recorded("paddlenlp/flags.json")
+OTHER = {  # values of our own for the flags of commands and argument files found in the wild
+    "amp_master_grad": 1, "attention_probs_dropout_prob": 0.2, "bf16": True, "continue_training": 0, "decay_steps": 90,
+    "dataloader_num_workers": 2, "device": "cpu", "disable_tqdm": True, "distributed_dataloader": 1, "do_eval": True,
+    "do_predict": True, "do_train": True, "enable_auto_parallel": 1, "enable_linear_fused_grad_add": False,
+    "eval_steps": 20, "fp16": False, "fp16_opt_level": "O2", "fuse_attention_ffn": True, "fuse_attention_qkv": True,
+    "gradient_accumulation_steps": 4, "grad_clip": 0.5, "hidden_dropout_prob": 0.2, "input_dir": "d",
+    "learning_rate": 1e-3, "logging_steps": 2, "max_grad_norm": 0.5, "max_seq_length": 512, "max_steps": 100,
+    "micro_batch_size": 2, "min_learning_rate": 1e-4, "model_name_or_path": "gpt2-medium-en", "model_type": "gpt",
+    "output_dir": "o", "per_device_eval_batch_size": 2, "per_device_train_batch_size": 2,
+    "pipeline_parallel_config": "disable_partial_send_recv", "pipeline_parallel_degree": 1,
+    "pp_recompute_interval": 1, "recompute": 1, "recompute_granularity": "full", "recompute_use_reentrant": True,
+    "report_to": "none", "save_steps": 10, "save_total_limit": 3, "scale_loss": 512, "seed": 7, "sequence_parallel": 0,
+    "sharding": "stage1", "sharding_parallel_config": "split_param", "sharding_parallel_degree": 8,
+    "skip_memory_metrics": 0, "split": "90,5,5", "tensor_parallel_config": "enable_mp_async_allreduce",
+    "tensor_parallel_degree": 1, "to_static": 0, "tokenizer_name_or_path": "gpt2-medium-en", "unified_checkpoint": True,
+    "use_fast_layer_norm": True, "use_flash_attention": 0, "use_fused_dropout_add": True, "use_fused_linear": True,
+    "use_fused_rms_norm": True, "use_fused_rope": True, "virtual_pp_degree": 1, "warmup_rate": 0.1,
+    "warmup_ratio": 0.1, "warmup_steps": 5, "weight_decay": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in FLAGS for name in FLAGS[kind]])
+def test_flags_found_together_are_taken_together(tmp_path, kind, name):
+    """Those of real pretraining commands and argument files, on 8 processes."""
+    given = {flag: OTHER[flag] for flag in FLAGS[kind][name]}
+    text = shlex.join(word for flag, value in given.items() for word in (f"--{flag}", str(value)))
+    if kind == "json":
+        (tmp_path / "args.json").write_text(json.dumps(given))
+        text = str(tmp_path / "args.json")
+    found = resolve(text, world=8)["run"]
+    size = given.get("micro_batch_size", given.get("per_device_train_batch_size", 1))
+    accumulated = size * given.get("gradient_accumulation_steps", 1)
+    assert found["global_batch_size"] == accumulated * 8
+    same = {flag for flag in given if flag in found and isinstance(given[flag], (int, float)) and given[flag] > 1}
+    assert {flag: found[flag] for flag in same} == {flag: given[flag] for flag in same}
 
 
 SHARES = ("warmup_steps", "eval_steps", "save_steps", "logging_steps")

@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from gptlm.data.corpora import find_prefixes, parse_input
 from gptlm.data.indexed import dtype_for, first_bad_token, id_range, open_tokens
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
+from tests.golden import recorded
 
 
 def write(prefix, documents, vocab_size=100, layout="mmap"):
@@ -220,7 +222,7 @@ def test_a_wrong_document_index_is_refused_by_every_reader(tmp_path, layout, doc
         open_tokens(str(tmp_path / "a"))
 
 
-def test_documents_without_tokens_are_read_and_named(shared, tmp_path, caplog, monkeypatch):
+def test_documents_without_tokens_are_read_and_named(tmp_path, caplog, monkeypatch):
     """megatron-core's tool repeats an entry for an empty text; its own files must stay readable."""
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     write(tmp_path / "a", [[1, 2], [3]], layout="npy")
@@ -228,8 +230,16 @@ def test_documents_without_tokens_are_read_and_named(shared, tmp_path, caplog, m
     assert open_tokens(str(tmp_path / "a")).document_starts.tolist() == [0, 1, 1, 2]
     assert "repeats 1 times (first at entry 2, value 1): these are documents without tokens" in caplog.text
     caplog.clear()
-    prefix = shared / "cases" / "megatron" / "preprocess" / "new_eod_text_document"
-    assert len(open_tokens(str(prefix)).document_starts) == 71 and "documents without tokens" in caplog.text
+    golden = recorded("megatron/preprocess.json")
+    documents = [[*ids, 50256] for ids in golden["documents"] if ids]
+    writer = IndexedTokensWriter(str(tmp_path / "b"), 50257)
+    writer.add(
+        np.concatenate(documents), list(map(len, documents)), np.array([bool(ids) for ids in golden["documents"]])
+    )
+    writer.finish({})
+    content = {name: (tmp_path / f"b.{name}").read_bytes() for name in ("bin", "idx")}
+    assert {name: sha256(data).hexdigest() for name, data in content.items()} == golden["files"]["new_eod"]
+    assert len(open_tokens(str(tmp_path / "b")).document_starts) == 71 and "documents without tokens" in caplog.text
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])

@@ -1,10 +1,7 @@
 """The sample order is the originals', bit for bit."""
 
 import hashlib
-import json
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order, count_epochs, parse_split, split_bounds
 from gptlm.errors import GptlmError
+from tests.golden import recorded
 
 
 def sha256(array) -> str:
@@ -136,96 +134,103 @@ def test_too_many_parts_are_refused():
 SPLITS = ("train", "valid", "test")
 
 
-def test_paddlenlp_cases_are_bit_identical(shared, tmp_path):
+def assert_index(array, record):
+    """An index array is the recorded one. The first numbers are written out to show where a difference begins."""
+    assert array[: len(record["head"])].tolist() == record["head"]
+    assert (str(array.dtype), sha256(array)) == (record["dtype"], record["sha256"])
+
+
+def assert_order(order, record):
+    assert_index(order.documents, record["documents"])
+    assert_index(order.samples, record["samples"])
+    assert_index(order.shuffle, record["shuffle"])
+
+
+def assert_samples(dataset, record):
+    assert len(dataset) == record["len"]
+    assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == record["tokens_sha256"]
+
+
+@pytest.mark.parametrize("case", recorded("paddlenlp/orders.json"), ids=lambda case: case["id"])
+def test_paddlenlp_cases_are_bit_identical(golden_corpora, case):
     """Recorded from PaddleNLP 2.8.1: index arrays, tokens of every sample, lengths."""
-    folder = shared / "cases" / "paddlenlp"
-    subprocess.run([sys.executable, str(folder / "gen_corpora.py"), str(tmp_path)], check=True)
-    expected = json.loads((folder / "expected.json").read_text())
-    checks = 0
-    for case in json.loads((folder / "cases.json").read_text()):
-        files = [name.replace("{R}", str(tmp_path)) for name in case["files"]]
-        weights = normalise([float(w) for w in files[::2]]) if len(files) > 1 else [1.0]
-        prefixes = files[1::2] if len(files) > 1 else files
-        for k, split in enumerate(SPLITS):
-            want = expected[case["id"]][split]
-            parts = []
-            for weight, prefix in zip(weights, prefixes):
-                tokens = open_tokens(prefix)
-                first, last = split_bounds(case["split"], len(tokens))[k : k + 2]
-                asked = part_samples(case["nums"][k], weight) if len(files) > 1 else case["nums"][k]
-                if first < last:
-                    order = build_order(
-                        tokens.sizes, first, last, num_samples=asked, seq_length=case["seq"], seed=case["seed"]
-                    )
-                    parts.append(BlockDataset(tokens, order))
-            if want is None:
-                assert len(parts) < len(prefixes)
-                continue
-            if len(files) == 1:
-                for name, array in (
-                    ("doc_idx", order.documents),
-                    ("sample_idx", order.samples),
-                    ("shuffle_idx", order.shuffle),
-                ):
-                    assert (sha256(array), str(array.dtype)) == (want[name]["sha256"], want[name]["dtype"])
-                    checks += 1
-                dataset = parts[0]
-            else:
-                dataset = BlendedDataset(parts, weights, sum(part_samples(case["nums"][k], w) for w in weights))
-                assert sha256(dataset.parts) == want["dataset_index"]["sha256"]
-                assert sha256(dataset.samples) == want["dataset_sample_index"]["sha256"]
-                checks += 2
-            assert len(dataset) == want["len"]
-            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == want["tokens_sha256"]
-            checks += 2
-    assert checks >= 50
+    blended = len(case["input"]) > 1
+    prefixes = case["input"][1::2] if blended else case["input"]
+    weights = normalise([float(weight) for weight in case["input"][::2]]) if blended else [1.0]
+    for k, split in enumerate(SPLITS):
+        record, wanted = case[split], case["num_samples"][k]
+        asked = [part_samples(wanted, weight) if blended else wanted for weight in weights]
+        parts, orders = [], []
+        for number, prefix in zip(asked, prefixes):
+            tokens = open_tokens(str(golden_corpora / "paddlenlp" / prefix))
+            bounds = split_bounds(case["split"], len(tokens))[k : k + 2]
+            if bounds[0] < bounds[1]:
+                options = dict(num_samples=number, seq_length=case["seq_length"], seed=case["seed"])
+                orders.append(build_order(tokens.sizes, *bounds, **options))
+                parts.append(BlockDataset(tokens, orders[-1]))
+        if record is None:
+            assert len(parts) < len(prefixes)
+        elif blended:
+            dataset = BlendedDataset(parts, weights, sum(asked))
+            assert_index(dataset.parts, record["parts"])
+            ours = dataset.samples
+            assert (str(ours.dtype), sha256(ours)) == tuple(record["part_samples"].values())
+            assert_samples(dataset, record)
+        else:
+            assert_order(orders[0], record)
+            assert_samples(parts[0], record)
 
 
-def test_megatron_cases_with_the_relaxed_assertion_are_bit_identical(shared):
-    """Recorded from Megatron-DeepSpeed b4d4a0e: the same algorithm under another seed."""
-    folder = shared / "cases" / "megatron"
-    expected = json.loads((folder / "expected_old_relaxed_assert.json").read_text())["cases"]
-    checks = 0
-    for case in json.loads((folder / "cases.json").read_text())["cases"]:
-        want = expected[case["id"]]
-        if "splits" not in want:  # the original aborts on sequence length 1
+MEGATRON = recorded("megatron/orders.json")["cases"]
+
+
+@pytest.mark.parametrize("data_order", ["megatron", "megatron-core"])
+@pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case["id"])
+def test_megatron_cases_are_bit_identical(golden_corpora, case, data_order):
+    """Recorded from Megatron-DeepSpeed b4d4a0e and megatron-core 0.16.1.
+
+    The first aborts on sequence length 1, where ours has an order; the second loops for ever on an empty split, which
+    is empty here.
+    """
+    tokens = open_tokens(str(golden_corpora / "megatron" / case["input"]))
+    bounds = split_bounds(case["split"], len(tokens), data_order)
+    records = case[data_order]
+    if isinstance(records, str):
+        empty = any(first == last for first, last in zip(bounds, bounds[1:]))
+        assert records == "hang" and empty or records == "abort" and case["seq_length"] == 1
+        return
+    assert bounds == records.get("bounds", bounds)
+    for k, split in enumerate(SPLITS):
+        record, (first, last) = records[split], bounds[k : k + 2]
+        if first == last:
+            assert record is None
             continue
-        tokens = open_tokens(str(folder / case["prefix"]))
-        bounds = split_bounds(case["split"], len(tokens))
-        assert bounds == want["split_bounds"]
-        for k, split in enumerate(SPLITS):
-            record = want["splits"].get(split)
-            if bounds[k] == bounds[k + 1]:
-                assert record is None
-                continue
-            order = build_order(
-                tokens.sizes,
-                *bounds[k : k + 2],
-                num_samples=case["sizes"][k],
-                seq_length=case["seq_length"],
-                seed=case["seed"],
-            )
-            dataset = BlockDataset(tokens, order)
-            assert len(dataset) == record["len"]
-            assert sha256(order.documents) == record["document_index"]["sha256"]
-            assert sha256(order.samples) == record["sample_index"]["sha256"]
-            assert sha256(order.shuffle) == record["shuffle_index"]["sha256"]
-            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == record["samples_sha256"]
-            checks += 5
-    assert checks >= 60
+        options = dict(num_samples=case["num_samples"][k], seq_length=case["seq_length"], seed=case["seed"])
+        order = build_order(tokens.sizes, first, last, data_order=data_order, **options)
+        assert_order(order, record)
+        assert_samples(BlockDataset(tokens, order), record)
+        if data_order == "megatron-core":
+            assert (first, last - first) == (record["first_document"], record["num_documents"])
+            assert order.epochs == record["epochs"]
 
 
-def test_recorded_hashes_without_the_recordings():
-    """PaddleNLP 2.8.1 on 300 documents of RandomState(1): the case `a_small`, so that the order is pinned anywhere."""
-    rng = np.random.RandomState(1)
-    documents = [rng.randint(0, 50257, size=rng.randint(1, 121)) for _ in range(300)]
-    sizes = np.array([len(document) for document in documents], np.int32)
-    order = build_order(sizes, 0, 285, num_samples=200, seq_length=32, seed=42)
-    assert order.documents[:8].tolist() == [9, 249, 157, 209, 75, 232, 264, 170]
-    assert order.shuffle[:8].tolist() == [395, 324, 97, 497, 109, 499, 281, 330]
-    assert sha256(order.documents) == "79a386d5168792f85fd290eaf8fe0a1cbe9aa1ab652fb5fa6c7c7ce4ab1e337b"
-    assert sha256(order.samples) == "0c89c4d76cfb79ec585df37811086ee39a630dc1c976f16289aa9cc396790dd6"
-    assert sha256(order.shuffle) == "20a1a2ebe0fef6c38edeb8deb83ca28234984f70fe19438dfff456f89195fd0c"
+FLEETX = recorded("fleetx/orders.json")
+
+
+@pytest.mark.parametrize("case", FLEETX["cases"], ids=lambda case: f"{case['version']}-{case['num_samples']}")
+def test_fleetx_cases_are_bit_identical(case):
+    """Recorded from PaddleFleetX: of November 2022 it keeps file order, the last one shuffles as PaddleNLP does."""
+    sizes = np.array(FLEETX["sizes"][case["input"]], np.int32)
+    bounds = split_bounds(",".join(map(str, case["split"])), len(sizes))
+    assert bounds == case["bounds"]
+    k = ("Train", "Eval", "Test").index(case["mode"])
+    order = build_order(
+        sizes, *bounds[k : k + 2], num_samples=case["num_samples"], seq_length=case["seq_length"], seed=case["seed"],
+        data_order="fleetx" if case["version"] == "g2nov" else "paddlenlp",
+    )  # fmt: skip
+    assert order.documents.tolist() == case["documents"]
+    assert order.samples.tolist() == case["samples"]
+    assert order.shuffle.tolist() == case["shuffle"]
 
 
 def test_megatron_core_rounds_each_bound_on_its_own():
@@ -249,68 +254,6 @@ def test_fleetx_keeps_documents_in_file_order():
     first = np.arange(together, dtype=np.uint32)
     rng.shuffle(first)
     assert order.shuffle[:together].tolist() == first.tolist()
-
-
-def test_megatron_core_cases_are_bit_identical(shared):
-    """Recorded from megatron-core 0.16.1; where it loops for ever on an empty split, ours is empty."""
-    folder = shared / "cases" / "megatron"
-    expected = json.loads((folder / "expected_new.json").read_text())["cases"]
-    checks = 0
-    for case in json.loads((folder / "cases.json").read_text())["cases"]:
-        want = expected[case["id"]]
-        tokens = open_tokens(str(folder / case["prefix"]))
-        bounds = split_bounds(case["split"], len(tokens), "megatron-core")
-        if "splits" not in want:
-            assert "hang" in want["error"] and any(a == b for a, b in zip(bounds, bounds[1:]))
-            checks += 1
-            continue
-        for k, split in enumerate(SPLITS):
-            record = want["splits"].get(split)
-            if bounds[k] == bounds[k + 1]:
-                assert record is None
-                continue
-            assert (bounds[k], bounds[k + 1] - bounds[k]) == (record["first_document"], record["num_documents"])
-            order = build_order(
-                tokens.sizes,
-                *bounds[k : k + 2],
-                num_samples=case["sizes"][k],
-                seq_length=case["seq_length"],
-                seed=case["seed"],
-                data_order="megatron-core",
-            )
-            assert (len(order.shuffle), order.epochs) == (record["len"], record["num_epochs"])
-            assert sha256(order.documents) == record["document_index"]["sha256"]
-            assert sha256(order.samples) == record["sample_index"]["sha256"]
-            assert sha256(order.shuffle) == record["shuffle_index"]["sha256"]
-            dataset = BlockDataset(tokens, order)
-            assert sha256(np.concatenate([dataset[i] for i in range(len(dataset))])) == record["samples_sha256"]
-            checks += 6
-    assert checks >= 50
-
-
-def test_fleetx_cases_are_bit_identical(shared):
-    """Recorded from PaddleFleetX: g2nov keeps file order, head shuffles as PaddleNLP does."""
-    recorded = json.loads((shared / "cases" / "fleetx" / "dataset_order.json").read_text())
-    checks = 0
-    for case in recorded["cases"]:
-        corpus = recorded["corpora"][case["corpus"]]
-        sizes = np.array(corpus["lens"], np.int32)
-        bounds = split_bounds(",".join(map(str, case["split"])), len(sizes))
-        assert bounds == case["splits"]
-        k = {"Train": 0, "Eval": 1, "Test": 2}[case["mode"]]
-        order = build_order(
-            sizes,
-            *bounds[k : k + 2],
-            num_samples=case["num_samples"],
-            seq_length=case["seq"],
-            seed=case["seed"],
-            data_order="fleetx" if case["version"] == "g2nov" else "paddlenlp",
-        )
-        assert order.documents.tolist() == case["doc_idx"], case["version"]
-        assert order.samples.tolist() == case["sample_idx"]
-        assert order.shuffle.tolist() == case["shuffle_idx"] and len(order.shuffle) == case["length"]
-        checks += 4
-    assert checks >= 20
 
 
 def test_the_compiled_loop_of_a_blend_is_the_loop_of_the_originals():

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gptlm.data.documents import read_batches
 from gptlm.data.encoder import TextEncoder
@@ -19,8 +22,9 @@ from gptlm.data.sentences import ENGLISH_RULES, LINES, available_rules, sentence
 from gptlm.data.text_files import list_files
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
-from gptlm.model.tokenizer import EOS, load_gpt2_files, train_tokenizer
+from gptlm.model.tokenizer import EOS, train_tokenizer
 from tests.conftest import ROOT, run_script, write_sentence_data
+from tests.golden import recorded
 
 TEXTS = [f"document {i} says {'word ' * (i % 7)}" for i in range(300)] + ["", "   ", f"before {EOS} after"]
 
@@ -114,26 +118,38 @@ def test_an_error_in_a_worker_keeps_file_and_line(corpus, tmp_path):
             corpus("a", workers=workers)
 
 
-@pytest.mark.parametrize(
-    ("name", "eos", "layout"),
-    [
-        ("old_eod", 50256, "mmap"),
-        ("old_noeod", None, "mmap"),
-        ("old_lazy", 50256, "lazy"),
-        ("old_lazy", 50256, "cached"),
-    ],
-)
-def test_bytes_equal_megatron_s_own_files(shared, tmp_path, name, eos, layout):
-    vocabulary = shared / "data" / "gpt2-tokenizer"
-    tokenizer = load_gpt2_files(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
-    folder = shared / "cases" / "megatron" / "preprocess"
-    writer = IndexedTokensWriter(str(tmp_path / "a"), len(tokenizer), layout)
+def sums(prefix):
+    return {name: sha256(Path(f"{prefix}.{name}").read_bytes()).hexdigest() for name in ("bin", "idx")}
+
+
+FORMATS = [
+    ("old_eod", 50256, "mmap"),
+    ("old_noeod", None, "mmap"),
+    ("old_lazy", 50256, "lazy"),
+    ("old_lazy", 50256, "cached"),
+]
+
+
+@pytest.mark.parametrize(("name", "eos", "layout"), FORMATS)
+def test_bytes_equal_megatron_s_own_files(tmp_path, name, eos, layout):
+    """Recorded from Megatron-DeepSpeed b4d4a0e. The texts name the ids, so GPT-2's vocabulary is not needed."""
+    golden = recorded("megatron/preprocess.json")
+    texts = [" ".join(f"t{number}" for number in ids) for ids in golden["documents"]]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(50257)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tok.json"))
+    writer = IndexedTokensWriter(str(tmp_path / "a"), 50257, layout)
     settings = EncodeSettings(str(tmp_path / "tok.json"), ("text",), eos, False, False)
-    write_corpus(read_batches([folder / "corpus.jsonl"]), settings, [writer], workers=1)
+    write_corpus(read_batches([tmp_path / "corpus.jsonl"]), settings, [writer], workers=1)
     writer.finish({})
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"a{suffix}").read_bytes() == (folder / f"{name}_text_document{suffix}").read_bytes()
+    assert sums(tmp_path / "a") == golden["files"][name]
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_bytes_equal_the_corpora_that_megatron_read(golden_corpora, name):
+    golden = recorded("megatron/orders.json")["corpora"][name]
+    assert sums(golden_corpora / "megatron" / name) == {"bin": golden["bin"], "idx": golden["idx"]}
 
 
 def test_memory_is_flat(tmp_path, tokenizer):
@@ -161,11 +177,8 @@ def test_gigatoken_writes_the_same_bytes(corpus, tmp_path, allow, eos):
         assert (tmp_path / f"slow{suffix}").read_bytes() == (tmp_path / f"fast{suffix}").read_bytes()
 
 
-def test_gigatoken_gives_gpt2_s_ids_on_odd_text(shared, tmp_path):
+def odd_texts():
     """Random characters of every plane, contractions, white space of all kinds, digits of other scripts."""
-    vocabulary = shared / "data" / "gpt2-tokenizer"
-    tokenizer = load_gpt2_files(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
     rng = np.random.RandomState(0)
     pieces = [
         " ",
@@ -188,7 +201,18 @@ def test_gigatoken_gives_gpt2_s_ids_on_odd_text(shared, tmp_path):
     texts = ["".join(rng.choice(pieces, rng.randint(40))) for _ in range(2000)]
     characters = np.delete(np.arange(0x110000), np.arange(0xD800, 0xE000))
     texts += ["".join(map(chr, rng.choice(characters, rng.randint(40)))) for _ in range(2000)]
-    slow, fast = (TextEncoder(str(tmp_path / "tok.json"), backend) for backend in ("tokenizers", "gigatoken"))
+    return texts
+
+
+def test_gigatoken_gives_the_same_ids_on_odd_text(tmp_path):
+    texts = odd_texts()
+    tokenizer = train_tokenizer(texts[:2000], 600)  # merges of the common characters, as GPT-2's
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tok.json"))
+    assert_gigatoken_agrees(tmp_path / "tok.json", texts)
+
+
+def assert_gigatoken_agrees(file, texts):
+    slow, fast = (TextEncoder(str(file), backend) for backend in ("tokenizers", "gigatoken"))
     for mine, wanted in zip(fast(texts), slow(texts)):
         assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted)
 

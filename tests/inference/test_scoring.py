@@ -1,7 +1,5 @@
 """Windows score every target once; losses equal stock GPT-2's for every batch size."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from gptlm.errors import GptlmError
 from gptlm.inference.scoring import BATCH_TOKENS, Row, Windows, batches, score
 from gptlm.kernels.linear_cross_entropy import token_scores
 from gptlm.model.build import load_model
+from tests.golden import recorded
 
 
 def scored_targets(windows: Windows) -> list[int]:
@@ -31,18 +30,19 @@ def test_every_target_is_scored_once_from_the_context_that_the_stride_leaves(cou
         windows[len(windows)]
 
 
-def test_the_windows_are_megatron_s_without_its_empty_ones(shared):
-    cases = json.loads((shared / "cases/megatron/zeroshot_eval.json").read_text())["wikitext_windows"]
-    assert len(cases) == 7
-    for case in cases:
+def test_the_windows_are_megatron_s_without_its_empty_ones():
+    """Its tokens are 1000 and up; 50256 pads."""
+    for case in recorded("megatron/evaluation.json")["windows"]:
         count, length = case["num_tokens"], case["seq_length"]
         windows = Windows(np.arange(count), length, case["overlapping_eval"] or length)
         assert len(windows) == case["num_windows"] - case["windows_with_nothing_scored"]
         assert len(scored_targets(windows)) == case["targets_scored"]
-        for row, expected in zip(windows, case["first_windows"], strict=False):
-            own = [1000 + int(i) for i in row.ids[:8]]
-            assert own == expected["tokens_first8"][: len(own)]
+        shown = case["first_windows"]
+        for row, expected in zip(windows, shown, strict=False):
+            padded = [1000 + int(i) for i in row.ids] + [50256] * (length + 1 - len(row.ids))
+            assert (padded[:8], padded[-4:]) == (expected["tokens_first8"], expected["tokens_last4"])
             assert [int(row.ids[-row.scored]), int(row.ids[-1])] == expected["scored"]
+        assert all(window["scored"] == [] for window in shown[len(windows) :])
 
 
 def brute_force(folder, tokens, length, step) -> float:

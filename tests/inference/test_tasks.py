@@ -1,6 +1,5 @@
 """LAMBADA's two measures, the arithmetic of perplexity, detokenizers, and unusable files."""
 
-import json
 import math
 
 import pytest
@@ -9,7 +8,8 @@ from gptlm.errors import GptlmError
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.scoring import Score
 from gptlm.inference.tasks import Cloze, Reading, read_cloze, read_text
-from gptlm.model.tokenizer import load_gpt2_files, train_tokenizer
+from gptlm.model.tokenizer import train_tokenizer
+from tests.golden import recorded
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +54,6 @@ def test_a_word_is_correct_if_all_of_its_tokens_are(tokenizer):
     assert task.loss(sums) == 0.5
 
 
-def test_gpt2_s_vocabulary_cuts_words_as_in_the_recorded_reports(shared):
-    """ "drapes" is several tokens; the strict measure needs all of them."""
-    folder = shared / "data/gpt2-tokenizer"
-    tokenizer = load_gpt2_files(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    texts = read_cloze(str(shared / "data/lambada/lambada_test.jsonl"), None, "lambada")
-    assert len(texts) == 5153
-    (row,) = Cloze(["he closed the drapes"], tokenizer, 1024).rows
-    assert [tokenizer.decode([i]) for i in row.ids[-row.scored :]] == [" d", "rap", "es"]
-
-
 def test_a_long_text_keeps_its_end_and_a_long_word_is_refused(tokenizer):
     text = "the cat sat on the mat and the dog sat on the log"
     task = Cloze([text], tokenizer, 4)
@@ -73,10 +63,8 @@ def test_a_long_text_keeps_its_end_and_a_long_word_is_refused(tokenizer):
         Cloze(["a b", "the qwzxyv"], train_tokenizer(["ab" * 9], 257), 4, ["l, line 1", "l, line 2"])
 
 
-def test_perplexities_are_megatron_s(shared):
-    cases = json.loads((shared / "cases/megatron/zeroshot_eval.json").read_text())["adjusted_ppl"]
-    assert len(cases) == 2
-    for case in cases:
+def test_perplexities_are_megatron_s():
+    for case in recorded("megatron/evaluation.json")["perplexities"]:
         tokens = case["num_tokenized_tokens"]
         report = Reading(range(tokens), 1024, 32, words=case["num_original_tokens"]).report(
             [case["sum_loss"], tokens - 1]
@@ -111,13 +99,6 @@ WIKITEXT = [
 @pytest.mark.parametrize(("tokenized", "prose"), WIKITEXT)
 def test_wikitext(tokenized, prose):
     assert detokenize(tokenized, "wikitext") == prose
-
-
-def test_wikitext_is_undone_as_by_the_evaluation_harness(shared):
-    """Its copy of Megatron's function, on the whole test set."""
-    harness = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
-    text = read_text(str(shared / "data/wikitext-2-raw/wiki.test.raw"))
-    assert detokenize(text, "wikitext") == harness.wikitext_detokenizer({"page": text}) != text
 
 
 def test_ptb_and_the_identity():

@@ -107,12 +107,19 @@ def test_a_sentencepiece_tokenizer_is_refused_by_name(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_gpt2_s_own_ids(shared):
-    folder = shared / "data" / "gpt2-tokenizer"
-    tokenizer = load_tokenizer(str(folder))
+def test_end_of_text_is_spelled_as_by_openai_s_bpe(tmp_path):
+    """Recorded ids: GPT-2's for the seven parts of the string, here at their places among 50257 fillers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable ones come first, as in GPT-2
+    names = alphabet + [f"<filler{number}>" for number in range(len(alphabet), 50256)] + [EOS]
+    for number, token in ((437, "end"), (1659, "of"), (5239, "text"), (300, "en"), (301, "te"), (302, "xt")):
+        names[number] = token
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(names)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\ne n\nen d\no f\nt e\nx t\nte xt\n")
+    tokenizer = load_tokenizer(str(tmp_path))
     assert (len(tokenizer), tokenizer.eos_token_id) == (50257, 50256)
+    assert tokenizer.backend_tokenizer.encode(EOS).ids == [50256]
     tokenizer.backend_tokenizer.encode_special_tokens = True
-    assert tokenizer.backend_tokenizer.encode(EOS).ids == [27, 91, 437, 1659, 5239, 91, 29]  # OpenAI's own BPE
+    assert tokenizer.backend_tokenizer.encode(EOS).ids == [27, 91, 437, 1659, 5239, 91, 29]
 
 
 def word_level(folder, *words):

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.pretrain import data as pretrain_data
 from gptlm.training.metrics.throughput import start_logging
 from tests.conftest import write_tokens
+from tests.golden import recorded
 
 
 def run(capsys, *words):
@@ -55,33 +54,30 @@ def test_order_of_a_blend_has_no_epochs(corpus_folder, capsys):
     assert code == 0 and json.loads(out)["train"]["epochs"] is None and len(json.loads(out)["train"]["first"]) == 8
 
 
-def test_order_agrees_with_the_recordings(shared, tmp_path, capsys):
+def test_order_agrees_with_the_recordings(golden_corpora, monkeypatch, capsys):
     """The tool serves what PaddleNLP, Megatron and megatron-core served, short splits included."""
-    folder = shared / "cases" / "megatron"
-    for data_order, file in (("megatron", "expected_old_relaxed_assert.json"), ("megatron-core", "expected_new.json")):
-        expected = json.loads((folder / file).read_text())["cases"]
-        for case in json.loads((folder / "cases.json").read_text())["cases"]:
-            if "splits" not in expected[case["id"]]:
-                continue
-            words = ["--input_dir", folder / case["prefix"], "--split", case["split"], "--seed", case["seed"]]
-            words += ["--max_seq_length", case["seq_length"], "--num_samples", ",".join(map(str, case["sizes"]))]
-            code, out, _ = run(capsys, "order", *words, "--data_order", data_order, "--json")
-            assert code == 0
-            for split, fact in json.loads(out).items():
-                record = expected[case["id"]]["splits"].get(split)
-                if record is None:
-                    assert fact is None
-                else:
-                    assert (fact["len"], fact["sha256"]) == (record["len"], record["samples_sha256"]), case["id"]
-    subprocess.run([sys.executable, str(shared / "cases" / "paddlenlp" / "gen_corpora.py"), str(tmp_path)], check=True)
-    expected = json.loads((shared / "cases" / "paddlenlp" / "expected.json").read_text())
-    for case in json.loads((shared / "cases" / "paddlenlp" / "cases.json").read_text()):
-        words = ["--input_dir", " ".join(case["files"]).replace("{R}", str(tmp_path)), "--split", case["split"]]
-        words += ["--max_seq_length", case["seq"], "--num_samples", ",".join(map(str, case["nums"]))]
-        _, out, _ = run(capsys, "order", *words, "--seed", case["seed"], "--json")
-        for split, fact in json.loads(out).items():
-            record = expected[case["id"]][split]
-            assert (fact and fact["sha256"]) == (record and record["tokens_sha256"])
+    monkeypatch.chdir(golden_corpora / "megatron")
+    cases = [
+        (case, name) for case in recorded("megatron/orders.json")["cases"] for name in ("megatron", "megatron-core")
+    ]
+    for case, data_order in cases:
+        if not isinstance(case[data_order], str):  # the original has an order
+            assert_served(capsys, case, case["input"], case[data_order], "--data_order", data_order)
+    monkeypatch.chdir(golden_corpora / "paddlenlp")
+    for case in recorded("paddlenlp/orders.json"):
+        assert_served(capsys, case, " ".join(case["input"]), case)
+
+
+def assert_served(capsys, case, corpora, records, *more):
+    words = ["--input_dir", corpora, "--split", case["split"], "--seed", case["seed"], "--json", *more]
+    words += ["--max_seq_length", case["seq_length"], "--num_samples", ",".join(map(str, case["num_samples"]))]
+    code, out, _ = run(capsys, "order", *words)
+    assert code == 0
+    for split, found in json.loads(out).items():
+        record = records[split]
+        assert (found and (found["len"], found["sha256"])) == (record and (record["len"], record["tokens_sha256"])), (
+            case
+        )
 
 
 def test_show_marks_document_boundaries(tmp_path, capsys):

@@ -289,18 +289,6 @@ def test_an_untrained_model_gets_a_warning(work, untrained, capsys):
     assert "this looks like a wrong vocabulary" in capsys.readouterr().out
 
 
-def test_an_untrained_model_fails_the_real_lambada(shared, tmp_path):
-    """Under 0.5 % of 400 texts."""
-    AutoTokenizer.from_pretrained(shared / "data/tiny-gpt2-trained").save_pretrained(tmp_path)
-    torch.manual_seed(4)
-    config = GPT2Config(vocab_size=4096, n_positions=256, n_embd=32, n_layer=1, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    words = f"--task LAMBADA --max_examples 400 --batch_size 32 --device cpu --load {tmp_path} --eval_path"
-    report = evaluate(*parse_evaluate([*words.split(), str(shared / "data/lambada/lambada_test.jsonl")]))
-    assert report["num_examples"] == 400
-    assert report["accuracy_strict"] < 0.005 and report["accuracy_last_token"] < 0.005
-
-
 def test_half_precision_is_loaded_and_close(work):
     words = ("--task", "TEXT", "--eval_path", work / "prose.txt")
     full, half = run(work, *words), run(work, *words, "--bf16")
