@@ -18,6 +18,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "disk": -1,
     "json_text": -1,
     "quiet": -1,
+    "checksums": -1,
     "ranks": -1,
     "upstream": -1,
     "failures": 0,

@@ -10,6 +10,7 @@ from gptlm.commands.predict import parse_predict
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.sft import parse_sft
 from gptlm.errors import UsageError
+from tests.checkpoint.made import FIELDS, note_again
 
 OLD = {"pretrain": {"input_dir": "d"}, "sft": {"src_length": 9, "lora": False}, "lora": {"src_length": 9, "lora": True}}
 
@@ -18,7 +19,7 @@ def write_run(folder, task, *, step=6, noted=True):
     """A checkpoint and a final model of `task`; not `noted`: as written before the manifest named the task."""
     staging = checkpoint.staging_folder(folder, step)
     staging.mkdir(parents=True)
-    facts = {"global_step": step} | ({"task": task} if noted else {})
+    facts = FIELDS | {"global_step": step} | ({"task": task} if noted else {})
     names = ("adapter_config.json", "adapter_model.safetensors") if task == "lora" else ("model.safetensors",)
     for place in (folder, staging):
         for name in names:
@@ -39,9 +40,7 @@ def test_a_checkpoint_knows_its_task(tmp_path, task, noted):
 
 def test_nothing_says_the_task_of_a_converted_checkpoint(tmp_path):
     path = write_run(tmp_path, "pretrain")
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["task"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    note_again(path, without=["task"])
     assert task_of(checkpoint.read(path)) is None and own_folder(tmp_path, "sft") == tmp_path
 
 

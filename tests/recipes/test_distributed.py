@@ -30,9 +30,8 @@ def test_two_processes_equal_one(tiny_model, corpus_folder, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     first = run_script("run_pretrain", *words(tiny_model, corpus_folder, one, 2, 2, "--per_device_eval_batch_size", 4))
     assert first.returncode == 0, first.stderr
-    second = run_script(
-        "run_pretrain", *words(tiny_model, corpus_folder, two, 2, 1, "--per_device_eval_batch_size", 2), processes=2
-    )
+    of_two = words(tiny_model, corpus_folder, two, 2, 1, "--per_device_eval_batch_size", 2, "--save_steps", 3)
+    second = run_script("run_pretrain", *of_two, processes=2)
     assert second.returncode == 0, second.stderr
     assert history(two, "loss") == pytest.approx(history(one, "loss"), abs=1e-5)
     assert history(two, "eval_loss") == pytest.approx(history(one, "eval_loss"), abs=1e-5)
@@ -41,6 +40,15 @@ def test_two_processes_equal_one(tiny_model, corpus_folder, tmp_path):
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
     assert second.stdout.count("global_step: 5,") == 1  # one process speaks
+    # the newest checkpoint is damaged: both step back to the one before
+    weights = two / "checkpoint-5" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    again = run_script("run_pretrain", *of_two, processes=2)
+    assert again.returncode == 0 and again.stdout.count("the content of model.safetensors is not what was") == 1
+    assert again.stdout.count("step 3, 12 samples consumed") == 1
+    assert history(two, "loss") == pytest.approx(history(one, "loss"), abs=1e-5)
     # going on with one process from what two wrote
     more = words(tiny_model, corpus_folder, two, 2, 2, "--per_device_eval_batch_size", 4, "--max_steps", 7)
     third = run_script("run_pretrain", *more)

@@ -93,9 +93,9 @@ def test_the_loss_scale_goes_on(losses, tmp_path, level, file):
     whole = losses("whole", *words)
     resumed = losses("resumed", *words, "--resume_from_checkpoint", tmp_path / "whole" / "checkpoint-4")
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in whole], abs=1e-3)
-    scales = [read(tmp_path / name / "checkpoint-8").manifest["loss_scale"] for name in ("whole", "resumed")]
+    scales = [read(tmp_path / name / "checkpoint-8").manifest.loss_scale for name in ("whole", "resumed")]
     assert scales[0] == scales[1] and scales[0]["value"] == 1024
-    assert read(tmp_path / "whole" / "checkpoint-4").manifest["loss_scale"]["value"] == 512
+    assert read(tmp_path / "whole" / "checkpoint-4").manifest.loss_scale["value"] == 512
 
 
 @pytest.mark.parametrize("more", [(), ("--fp16_opt_level", "O2")])

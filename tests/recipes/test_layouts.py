@@ -360,7 +360,7 @@ def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_f
     for name, (processes, folder, run) in runs.items():
         assert run["scale"] == processes * [{"value": scale, "good_steps": 5, "overflows_left": 1}], name
         assert losses(run) == pytest.approx(wanted, abs=1e-3), name
-        assert read(folder / name.replace(" ", "_") / f"checkpoint-{STEPS}").manifest["optimizer_steps"] == 5, name
+        assert read(folder / name.replace(" ", "_") / f"checkpoint-{STEPS}").manifest.optimizer_steps == 5, name
     for name in ("tp2", "pp2"):
         assert losses(two[1][f"{name} overflow again"]) == losses(two[1][f"{name} overflow"])
 
@@ -370,7 +370,7 @@ def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_f
 def test_overflows_of_autocast_are_those_of_all(two, wanted, name):
     """2^20 is too much, halved until the gradients fit, the same on both ranks; the first loss is what it is."""
     folder, run = two[0] / f"{name}_overflow_O1", two[1][f"{name} overflow O1"]
-    skipped = STEPS - read(folder / f"checkpoint-{STEPS}").manifest["optimizer_steps"]
+    skipped = STEPS - read(folder / f"checkpoint-{STEPS}").manifest.optimizer_steps
     good = STEPS - skipped
     assert 1 <= skipped <= STEPS - WINDOW
     state = {"value": 2**20 / 2**skipped * 2 ** (good // WINDOW), "good_steps": good, "overflows_left": 1}
@@ -405,4 +405,4 @@ def test_dropout_goes_on_exactly(two, wanted, name):
 @pytest.mark.distributed
 def test_the_checkpoint_says_what_wrote_it(two):
     facts = read(two[0] / "pp2_v2" / f"checkpoint-{SAVED}").manifest
-    assert (facts["layout"], facts["consumed_samples"]) == ([1, 2, 2], SAVED * 8)
+    assert (facts.layout, facts.consumed_samples) == ([1, 2, 2], SAVED * 8)

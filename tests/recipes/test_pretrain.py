@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import random
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.common import model as pretrain_model
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.training.metrics.throughput import start_logging
+from tests.checkpoint.made import note_again
 from tests.conftest import write_tokens
 
 BASE = (
@@ -593,8 +596,8 @@ def test_resuming_over_changed_text_of_the_same_lengths_is_said(train, corpus_fo
     shutil.copytree(corpus_folder / "mmap", tmp_path / "data")
     train(data=tmp_path / "data")
     cut_back_to(tmp_path / "out", 3)
-    manifest = tmp_path / "out" / "checkpoint-3" / "manifest.json"
-    noted = json.loads(manifest.read_text())
+    saved = tmp_path / "out" / "checkpoint-3"
+    order = json.loads((saved / "manifest.json").read_text())["order"]
     ids = np.fromfile(tmp_path / "data" / "c.bin", np.uint16)
     ids[0] = (ids[0] + 1) % 500
     ids.tofile(tmp_path / "data" / "c.bin")
@@ -605,8 +608,8 @@ def test_resuming_over_changed_text_of_the_same_lengths_is_said(train, corpus_fo
     assert "the samples to come are of other text" in lines
     assert "another order" not in lines
     cut_back_to(tmp_path / "out", 3)
-    del noted["order"]["content"]  # as older versions wrote them
-    manifest.write_text(json.dumps(noted))
+    del order["content"]  # as older versions wrote them
+    note_again(saved, checksums=False, order=order)
     capsys.readouterr()
     train(data=tmp_path / "data")
     lines = capsys.readouterr().out
@@ -649,7 +652,7 @@ def test_weights_alone_can_go_on(train, tmp_path, capsys):
     assert "random states are not restored (ignore_load_lr_and_optim)" in out and "parallel layout" not in out
     assert rates(found)[3:] == rates(whole)[:3] and losses(found)[3] == pytest.approx(losses(whole)[3], abs=1e-6)
     assert losses(found)[4] != pytest.approx(losses(whole)[4], abs=1e-5)
-    assert checkpoint.read(tmp_path / "out/checkpoint-6").manifest["consumed_samples"] == 12
+    assert checkpoint.read(tmp_path / "out/checkpoint-6").manifest.consumed_samples == 12
 
 
 def test_a_checkpoint_of_another_model_is_refused(train, tiny_model, tmp_path):
@@ -670,15 +673,6 @@ def test_damage_that_keeps_the_size_is_one_sentence(train, tmp_path, name):
         train()
 
 
-def note_size(path, name):
-    """Put the size of a changed file, or its absence, into the manifest of the checkpoint in `path`."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"].pop(name, None)
-    if (path / name).is_file():
-        manifest["files"][name] = (path / name).stat().st_size
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
 def damage_random_states(path, damage):
     file = path / "rng_state.json"
     states = json.loads(file.read_text())
@@ -693,7 +687,7 @@ def damage_random_states(path, damage):
     else:
         del states[damage]
         file.write_text(json.dumps(states))
-    note_size(path, "rng_state.json")
+    note_again(path)
 
 
 @pytest.mark.parametrize(
@@ -728,8 +722,7 @@ def old_random_states(path, numpy_state=None):
     numpy_state = numpy_state or (kind, np.array(keys, np.uint32), *rest)
     torch.save({"python": (version, tuple(words), gauss), "numpy": numpy_state, "cpu": cpu}, path / "rng_state.pth")
     (path / "rng_state.json").unlink()
-    note_size(path, "rng_state.json")
-    note_size(path, "rng_state.pth")
+    note_again(path)
 
 
 def test_random_states_of_earlier_versions_are_read(train, tmp_path, capsys):
@@ -760,11 +753,58 @@ def test_checkpoints_hold_no_pickle(train, tmp_path):
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".bin", ".pth", ".pt", ".pkl")]
 
 
+def test_a_flipped_byte_steps_back_or_is_refused(train, tmp_path, capsys):
+    """In each file, size and time kept: the checkpoint before is used, and the run ends as it would."""
+    whole = train(output="whole")[1]
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    train("--max_steps", "5", "--decay_steps", "6", "--save_steps", "5")  # the schedule of the whole run
+    newest, draw = tmp_path / "out" / "checkpoint-5", random.Random(7)
+    names = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+    assert {"manifest.json", "model.safetensors", "optimizer-00001.safetensors", "rng_state.json"} < set(names)
+    for name in names:
+        flip(newest / name, draw)
+        found, skipped = checkpoint.newest(tmp_path / "out")
+        assert found.path.name == "checkpoint-3" and len(skipped) == 1 and "checkpoint-5" in skipped[0], name
+        assert name in skipped[0]
+        with pytest.raises(GptlmError, match="checkpoint-5.*give another one with --resume_from_checkpoint"):
+            train("--resume_from_checkpoint", newest, output="other")
+        flip(newest / name, draw, back=True)
+    assert checkpoint.newest(tmp_path / "out")[0].path == newest
+    flip(newest / "optimizer-00001.safetensors", draw)
+    capsys.readouterr()
+    assert losses(train()[1]) == losses(whole)
+    out = capsys.readouterr().out
+    assert "checkpoint-5 is damaged: the content of optimizer-00001.safetensors is not what was written" in out
+    assert "resuming from" in out and "checkpoint-3: step 3" in out
+
+
+def test_a_checkpoint_without_checksums_is_resumed_with_one_line(train, tmp_path, capsys):
+    whole = train(output="whole")[1]
+    train()
+    cut_back_to(tmp_path / "out", 3)
+    note_again(tmp_path / "out" / "checkpoint-3", checksums=False)
+    capsys.readouterr()
+    assert losses(train()[1]) == losses(whole)
+    assert capsys.readouterr().out.count("checkpoint-3 has no checksums") == 1
+
+
+def flip(path, draw, *, back=False):
+    """Flip a bit at a random place, or the one flipped before `back`."""
+    content, times = bytearray(path.read_bytes()), path.stat()
+    if not back:
+        flip.place, flip.bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+    content[flip.place] ^= flip.bit
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def test_a_damaged_history_is_a_damaged_checkpoint(train, tmp_path):
     train()
     cut_back_to(tmp_path / "out", 3)
     history = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
     history.write_text("x" * history.stat().st_size)
+    note_again(history.parent)
     with pytest.raises(GptlmError, match=r"checkpoint-3 is damaged: trainer_state.json cannot be read"):
         train()
 

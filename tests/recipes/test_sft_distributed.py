@@ -107,7 +107,7 @@ def test_nine_examples_are_nine_on_any_number_of_processes(session, alone, tmp_p
         found = results[f"{name} nine"]
         assert losses(found) == pytest.approx(losses(wanted), abs=1e-5), name
         assert norms(found) == pytest.approx(norms(wanted), abs=1e-5), name
-        assert read(folder / f"{name} nine" / "checkpoint-6").manifest["consumed_samples"] == 18, name
+        assert read(folder / f"{name} nine" / "checkpoint-6").manifest.consumed_samples == 18, name
         assert found["metrics"]["eval_loss"] == pytest.approx(wanted["metrics"]["eval_loss"], abs=1e-5), name
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from gptlm.checkpoint.folder import newest
+from tests.checkpoint.made import note_again
 from tests.recipes.test_sft import NO_DROPOUT, ROWS, by_hand, examples, losses, model, tune  # noqa: F401 - fixtures
 
 NINE = ROWS[:9]
@@ -69,7 +70,7 @@ def test_as_many_samples_and_steps_as_the_stock_trainer(nine, tmp_path, micro, a
     stock.train()
     assert (stock.samples, stock.state.global_step) == (trained, steps)
     metrics, history, facts = nine(*batch_words(micro, accumulation), "--num_train_epochs", passes)
-    assert (facts["consumed_samples"], facts["global_step"]) == (trained, steps)
+    assert (facts.consumed_samples, facts.global_step) == (trained, steps)
     assert metrics["progress_or_epoch"] == pytest.approx(trained / 9, abs=1e-4)
     # speeds are of what was trained: their sum over time is all of it
     counted = [e["interval_samples_per_second"] * e["interval_runtime"] for e in history if "loss" in e]
@@ -101,10 +102,10 @@ def test_packs_are_batched_and_examples_are_counted(nine, model, capfd):  # noqa
     words = ("--zero_padding", "--max_length", "24", "--num_train_epochs", 3)
     _, history, facts = nine(*STILL, *batch_words(16, 1), *words)
     packs = int(capfd.readouterr().out.partition("9 examples are packed into ")[2].split()[0])
-    assert 1 < packs < 9 and facts["consumed_samples"] == 27
+    assert 1 < packs < 9 and facts.consumed_samples == 27
     assert losses(history) == pytest.approx([by_hand(model, NINE)[0]] * 3, abs=1e-5)
     _, history, facts = nine(*STILL, *batch_words(packs - 1, 1), *words, output="partial")
-    assert facts["consumed_samples"] == 27 and facts["global_step"] == 6 and facts["epoch_position"] == [3, 0]
+    assert facts.consumed_samples == 27 and facts.global_step == 6 and facts.epoch_position == [3, 0]
     passes = [entry["progress_or_epoch"] for entry in history if "loss" in entry]
     assert passes[1::2] == [1, 2, 3] and all(0 < p - n < 1 for n, p in enumerate(passes[::2]))
 
@@ -117,7 +118,7 @@ def test_resume_inside_an_epoch_is_exact(nine, tmp_path, more):
     _, whole, end = nine(*words)
     saved = tmp_path / "out" / f"checkpoint-{saves}"
     metrics, resumed, facts = nine(*words, "--resume_from_checkpoint", saved, output="again")
-    assert losses(resumed) == losses(whole) and facts["consumed_samples"] == end["consumed_samples"] == 27
+    assert losses(resumed) == losses(whole) and facts.consumed_samples == end.consumed_samples == 27
     a, b = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "again"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     found = [entry["train_loss"] for entry in resumed if "train_loss" in entry]
@@ -133,7 +134,7 @@ def test_resume_under_another_batch_trains_what_is_left_of_the_epoch(nine, tmp_p
     saved = tmp_path / "out" / "checkpoint-4"
     _, history, facts = nine(*batch_words(3, 1), *words, "--resume_from_checkpoint", saved, output="again")
     assert "step 4, 13 samples consumed, epoch 2 continues after 4 of its 9 samples" in capfd.readouterr().out
-    assert (facts["consumed_samples"], facts["global_step"]) == (27, 4 + 2 + 3)
+    assert (facts.consumed_samples, facts.global_step) == (27, 4 + 2 + 3)
     assert [(e["step"], e["progress_or_epoch"]) for e in history if "eval_loss" in e] == [(6, 2.0), (9, 3.0)]
     assert {path.name for path in (tmp_path / "again").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
 
@@ -146,7 +147,7 @@ def test_more_padding_changes_no_loss_and_grouping_only_the_order(nine, tmp_path
     singly = (*STILL, *batch_words(1, 1), "--num_train_epochs", 2)
     plain = losses(nine(*singly, output="plain")[1])
     _, history, facts = nine(*singly, "--group_by_length", "--save_steps", 10, output="grouped")
-    assert losses(history) != plain and facts["order"]["grouped_batch"] == 1
+    assert losses(history) != plain and facts.order["grouped_batch"] == 1
     for epoch in (slice(0, 9), slice(9, 18)):
         assert sorted(losses(history)[epoch]) == pytest.approx(sorted(plain[epoch]), abs=1e-6)
     capfd.readouterr()
@@ -167,7 +168,7 @@ def test_evaluations_and_checkpoints_by_epoch(nine, tmp_path):
 
 def test_max_steps_go_on_through_epochs(nine):
     _, history, facts = nine("--max_steps", 8, *batch_words(2, 2))
-    assert facts["consumed_samples"] == 9 + 9 + 8 and facts["epoch_position"] == [2, 8]
+    assert facts.consumed_samples == 9 + 9 + 8 and facts.epoch_position == [2, 8]
     passes = [entry["progress_or_epoch"] for entry in history if "loss" in entry]
     assert passes == pytest.approx([4 / 9, 8 / 9, 1, 13 / 9, 17 / 9, 2, 22 / 9, 26 / 9], abs=1e-4)
 
@@ -177,15 +178,12 @@ def test_a_checkpoint_that_does_not_note_its_place_starts_its_epoch_again(nine, 
     nine("--num_train_epochs", 3, "--save_steps", 4)
     saved = tmp_path / "out" / "checkpoint-4"
     shutil.rmtree(tmp_path / "out" / "checkpoint-8")
-    manifest = json.loads((saved / "manifest.json").read_text())
-    del manifest["epoch_position"]
-    manifest["consumed_samples"] = 16
-    (saved / "manifest.json").write_text(json.dumps(manifest))
+    note_again(saved, checksums=False, without=["epoch_position"], consumed_samples=16)
     capfd.readouterr()
     _, _, facts = nine("--num_train_epochs", 3, "--resume_from_checkpoint", saved, output="again")
     said = capfd.readouterr().out
     assert said.count("it does not note its position in the epoch: epoch 2 starts again") == 1
-    assert (facts["global_step"], facts["consumed_samples"], facts["epoch_position"]) == (4 + 6, 16 + 18, [3, 0])
+    assert (facts.global_step, facts.consumed_samples, facts.epoch_position) == (4 + 6, 16 + 18, [3, 0])
 
 
 def test_shares_of_a_run_whose_steps_follow_from_the_data(nine, tmp_path):

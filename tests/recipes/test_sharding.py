@@ -232,7 +232,7 @@ def test_a_file_that_contradicts_a_flag_is_refused_with_both_values(session):
 def test_sharded_float16_has_our_loss_scale(session, name):
     """It starts at --scale_loss, no power of two, doubles every third good step, and changes no loss."""
     folder, results = session
-    scale = read(folder / name / f"checkpoint-{STEPS}").manifest["loss_scale"]
+    scale = read(folder / name / f"checkpoint-{STEPS}").manifest.loss_scale
     assert scale["value"] == 768 * 2**3 and scale["good_steps"] == STEPS
     assert losses(results[name]) == pytest.approx(losses(results["ddp"]), abs=2e-3)
     assert norms(results[name]) == pytest.approx(norms(results["ddp"]), rel=2e-2)
@@ -244,10 +244,8 @@ def test_sharded_float16_skips_steps_that_overflow(session, name):
     folder, results = session
     for run in ("skips", "again"):
         facts = read(folder / f"{name} {run}" / f"checkpoint-{STEPS}").manifest
-        skipped = STEPS - facts["optimizer_steps"]
-        assert 2 <= skipped < STEPS and facts["loss_scale"]["value"] == 2**24 / 2**skipped * 2 ** (
-            (STEPS - skipped) // 3
-        )
+        skipped = STEPS - facts.optimizer_steps
+        assert 2 <= skipped < STEPS and facts.loss_scale["value"] == 2**24 / 2**skipped * 2 ** ((STEPS - skipped) // 3)
     assert losses(results[f"{name} skips"]) == losses(results[f"{name} again"])
     assert losses(results[f"{name} skips"]) == pytest.approx(losses(results[f"{FLOAT16[0]} skips"]), abs=2e-3)
 

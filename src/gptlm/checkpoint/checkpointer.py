@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state, random_states
+from gptlm.checkpoint.manifest import Manifest
 from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
@@ -37,6 +38,7 @@ class Checkpointer:
         manifest: fields noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         run_file: the run as an argument file, saved beside each model as run.json; None: none.
+        checked: a checkpoint whose files have been compared with their checksums.
         resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
         mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
     """
@@ -47,12 +49,13 @@ class Checkpointer:
         manifest: dict[str, Any] | None = None,
         keep: int | None = None,
         run_file: str | None = None,
+        checked: Path | None = None,
         resume_weights_only: bool = False,
         mesh: Mesh | None = None,
         chunks: int = 1,
     ):
         self.manifest, self.keep, self.run_file = manifest or {}, keep, run_file
-        self.resume_weights_only = resume_weights_only
+        self.checked, self.resume_weights_only = checked, resume_weights_only
         self.mesh, self.layout = mesh, [1, 1, 1]
         if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
             self.layout = [mesh.dims.tensor, mesh.dims.pipeline, chunks]
@@ -152,6 +155,25 @@ class Checkpointer:
 
     # Reading ----------------------------------------------------------------------------------------------------
 
+    def read(self, folder: Path, *, weights: bool = False) -> Manifest:
+        """The manifest of a checkpoint. Rank 0 compares the files, or those of the `weights`, with their checksums.
+
+        Raises:
+            GptlmError: on every rank, if the checkpoint is damaged.
+        """
+        found = checkpoint.read(folder)
+        damage: list[str | None] = [None]
+        if folder != self.checked and self.args.process_index == 0:
+            try:
+                checkpoint.check_content(found, weights=weights)
+            except GptlmError as error:
+                damage[0] = error.marked
+        if folder != self.checked and self.args.world_size > 1:
+            dist.broadcast_object_list(damage)
+        if damage[0] is not None:
+            raise GptlmError(damage[0])
+        return found.manifest
+
     def load(self, folder: Path, optimizer: Any, scheduler: Any, loss_scale: Any) -> None:
         """Weights, optimizer state, schedule and loss scale of a checkpoint.
 
@@ -161,7 +183,7 @@ class Checkpointer:
         with checkpoint.reading(str(folder)):
             manifest = checkpoint.read(folder).manifest
             inner = inner_optimizer(optimizer)
-            steps = 0 if self.resume_weights_only else manifest["optimizer_steps"]
+            steps = 0 if self.resume_weights_only else manifest.optimizer_steps
             optimizer_state.load(folder, self._stored(folder), self.model, inner, steps, self.mesh)
             if self.resume_weights_only:
                 return
@@ -171,12 +193,17 @@ class Checkpointer:
             for group in inner.param_groups:
                 group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](steps)
             set_last_lr(scheduler, [group["lr"] for group in inner.param_groups])
-            if manifest["loss_scale"] and loss_scale is not None:
-                loss_scale.load_state_dict(manifest["loss_scale"])
+            if manifest.loss_scale and loss_scale is not None:
+                loss_scale.load_state_dict(manifest.loss_scale)
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:
-        """Put the weights of a checkpoint into the model, whatever its layout."""
+        """Put the weights of a checkpoint into the model, whatever its layout.
+
+        Raises:
+            GptlmError: if they are damaged.
+        """
+        self.read(folder, weights=True)
         get: Callable[[str], Tensor] = self._stored(folder).get
         for name, parameter in optimizer_state.trained(self.model):
             with gathered_parameters([parameter], write=True):
@@ -190,8 +217,8 @@ class Checkpointer:
     def load_rng_state(self, folder: Path, seed: int) -> None:
         """Random states of the same number of processes in the same layout; others draw new numbers from `seed`."""
         manifest = checkpoint.read(folder).manifest
-        new_seed = seed + 1_000_003 * manifest["global_step"]
-        written = (manifest["world_size"], manifest.get("layout", [1, 1, 1]))
+        new_seed = seed + 1_000_003 * manifest.global_step
+        written = (manifest.world_size, manifest.layout)
         own = (self.args.world_size, self.layout)
         if self.resume_weights_only or written != own:
             torch.manual_seed(new_seed)
@@ -201,7 +228,7 @@ class Checkpointer:
                 logger.info(
                     "the checkpoint was written by %s processes in the parallel layout %s, and is resumed by %d in %s: "
                     "dropout draws new numbers",
-                    *(manifest["world_size"] or "another library's", written[1]),
+                    *(manifest.world_size or "another library's", written[1]),
                     *own,
                 )
             return

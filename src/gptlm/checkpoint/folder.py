@@ -1,7 +1,7 @@
 """Checkpoint folders that are complete or absent.
 
-A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with every file and its size, and is renamed to
-`checkpoint-N`. One whose manifest does not match its files is skipped, with a log line. A checkpoint holds:
+A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with size and checksum of every file, and is
+renamed to `checkpoint-N`. One whose manifest does not match its files is skipped, with a log line. A checkpoint holds:
 
     model.safetensors, config.json, generation_config.json   the model, a GPT-2 folder; with LoRA PEFT's files instead
     the tokenizer's files
@@ -9,15 +9,14 @@ A checkpoint is written into `.checkpoint-N.incomplete`, gets a manifest with ev
     optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
     rng_state*.json              random states of each process; not with save_only_model
     trainer_state.json           the log history and the state of transformers' Trainer
-    manifest.json                task, global_step, optimizer_steps, loss_scale, world_size, layout, order, settings,
-                                 consumed_samples, epoch_position, loss_sum, files and their sizes
+    manifest.json                manifest.py: step, samples, order and settings; files, their sizes and checksums
 """
 
-import json
 import os
 import pickle
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,22 +25,24 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
+from gptlm.checkpoint.manifest import MANIFEST, Manifest, manifest_text, parse_manifest
+from gptlm.checksums import file_checksums
+from gptlm.disk import is_write_error, replacing, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 from gptlm.json_text import parse_json
 
-MANIFEST = "manifest.json"
 HISTORY = "trainer_state.json"
 RUN_FILE = "run.json"
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
+RANDOM_STATES = "rng_state*.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and the fields of its manifest (`consumed_samples`, `global_step`, ...)."""
+    """A complete checkpoint: its folder and its manifest."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
 
 def staging_folder(output_dir: Path, step: int) -> Path:
@@ -52,9 +53,11 @@ def staging_folder(output_dir: Path, step: int) -> Path:
 def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
     """Give the finished folder `staging` its manifest and its final name, replacing an older folder of that name."""
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
-    manifest = staging / MANIFEST
-    manifest.write_text(json.dumps({**fields, "files": files}, indent=1) + "\n", encoding="utf-8")
-    sync_tree(staging)
+    with file_checksums([staging / name for name in files]) as sums:  # from the page cache, while the disk is written
+        sync_tree(staging)
+        checksums = dict(zip(files, sums, strict=True))
+    with replacing(staging / MANIFEST) as manifest:
+        manifest.write(manifest_text(fields, files, checksums).encode())
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
     if final.exists():
         shutil.rmtree(final)
@@ -64,40 +67,100 @@ def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in `path`.
+    """The checkpoint in `path`, whose files have the sizes in its manifest; `check_content` looks into them.
 
     Raises:
         GptlmError: saying why it is not complete.
     """
     if not path.is_dir():
         raise GptlmError(f"the checkpoint {path} does not exist; --resume_from_checkpoint takes a checkpoint-N folder")
+    found = Checkpoint(path, read_manifest(path))
+    for name, size in found.manifest.files.items():
+        try:
+            state = (path / name).stat()
+            problem = f"{state.st_size} bytes long" if stat.S_ISREG(state.st_mode) else "not a file"
+            is_whole = stat.S_ISREG(state.st_mode) and state.st_size == size
+        except OSError as error:
+            problem, is_whole = "missing" if isinstance(error, FileNotFoundError) else reason_of(error), False
+        if not is_whole:
+            raise GptlmError(f"the checkpoint {path} is damaged: {name} is {problem}, expected {size} bytes")
+    return found
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in `path`.
+
+    Raises:
+        GptlmError: if there is none, or it is damaged or of another step than its folder.
+    """
     try:
-        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest.pop("files")
+        manifest = parse_manifest((path / MANIFEST).read_text(encoding="utf-8"))
+        if PATTERN.match(path.name) and manifest.global_step != step_of(path):
+            raise ValueError(f"it is of step {manifest.global_step}")
     except FileNotFoundError:
         raise GptlmError(f"the checkpoint {path} has no {MANIFEST}: it was not finished, or is not of gptlm") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise GptlmError(f"the checkpoint {path} has a damaged {MANIFEST}: {reason_of(error)}") from error
-    for name, size in files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise GptlmError(
-                f"the checkpoint {path} is damaged: {name} is {'missing' if found is None else f'{found} bytes long'}, "
-                f"expected {size} bytes"
-            )
-    _check_history(path)
-    return Checkpoint(path, manifest)
+    return manifest
 
 
-def _check_history(path: Path) -> None:
-    """Raises GptlmError if the log of the run that the Trainer reads is damaged; a converted checkpoint has none."""
+def check_content(found: Checkpoint, *, weights: bool = False) -> None:
+    """Compare the files with their checksums, several at a time, and read those in JSON that a run resumes with.
+
+    Args:
+        weights: leave out optimizer and random states.
+
+    Raises:
+        GptlmError: naming the damaged files.
+    """
+    path, sums = found.path, found.manifest.checksums or {}
+    names = [name for name in sums if not (weights and name.startswith(("optimizer-", "rng_state")))]
+    damaged = []
     try:
-        parse_json((path / HISTORY).read_text(encoding="utf-8"))
+        with file_checksums([path / name for name in names]) as current:
+            damaged = [name for name, now in zip(names, current, strict=True) if now != sums[name]]
+    except OSError as error:
+        raise GptlmError(f"the checkpoint {path} cannot be read: {error.filename}: {reason_of(error)}") from error
+    if damaged:
+        raise GptlmError(
+            f"the checkpoint {path} is damaged: the content of {', '.join(damaged)} is not what was written (the "
+            f"checksum{'s differ' if len(damaged) > 1 else ' differs'})"
+        )
+    _check_history(path, found.manifest.global_step)
+    if found.manifest.checksums is None and not weights:
+        _check_random_states(path)
+
+
+def _check_history(path: Path, step: int) -> None:
+    """Raises GptlmError if the log of the run that the Trainer reads is damaged; a converted checkpoint has none."""
+    from transformers import TrainerState  # takes seconds: the command line reads manifests without it
+
+    try:
+        state = TrainerState(**parse_json((path / HISTORY).read_text(encoding="utf-8")))
+        lines = state.log_history
+        if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
+            raise ValueError("log_history is not a list of objects")
+        if not isinstance(state.best_model_checkpoint, str | None):
+            raise ValueError(f"best_model_checkpoint is {state.best_model_checkpoint!r}")
+        if type(state.best_global_step) not in (int, type(None)):
+            raise ValueError(f"best_global_step is {state.best_global_step!r}")
+        if state.global_step != step or type(state.global_step) is not int:
+            raise ValueError(f"global_step is {state.global_step!r} instead of {step}")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise GptlmError(f"the checkpoint {path} is damaged: {HISTORY} cannot be read ({reason_of(error)})") from error
+
+
+def _check_random_states(path: Path) -> None:
+    """Raises GptlmError if random states are no JSON object."""
+    for file in sorted(path.glob(RANDOM_STATES)):
+        try:
+            if not isinstance(parse_json(file.read_text(encoding="utf-8")), dict):
+                raise ValueError("it is not an object")
+        except (OSError, ValueError) as error:
+            reason = reason_of(error)
+            raise GptlmError(f"the checkpoint {path} is damaged: {file.name} cannot be read ({reason})") from error
 
 
 def log_lines_in(path: Path) -> int:
@@ -107,11 +170,13 @@ def log_lines_in(path: Path) -> int:
 
 
 def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The complete checkpoint of the highest step in `output_dir`, and why newer ones were skipped."""
+    """The undamaged checkpoint of the highest step in `output_dir`, and why newer ones were skipped."""
     skipped: list[str] = []
     for path in reversed(folders(output_dir)):
         try:
-            return read(path), skipped
+            found = read(path)
+            check_content(found)
+            return found, skipped
         except GptlmError as error:
             skipped.append(str(error))
     return None, skipped

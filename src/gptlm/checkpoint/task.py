@@ -10,11 +10,11 @@ of its newest checkpoint, or of the model in it. A run of another task uses the 
 from dataclasses import replace
 from pathlib import Path
 
-from gptlm.checkpoint.folder import MANIFEST, RUN_FILE, Checkpoint, folders
+from gptlm.checkpoint.folder import RUN_FILE, Checkpoint, folders, read_manifest
 from gptlm.config.args.training import TrainingArguments
 from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed
-from gptlm.errors import UsageError, named
+from gptlm.errors import GptlmError, UsageError, named
 from gptlm.json_text import parse_json
 from gptlm.model.adapter_files import is_adapter
 from gptlm.model.files import has_weights
@@ -31,17 +31,16 @@ def name_of(task: str) -> str:
 
 def task_of(checkpoint: Checkpoint) -> str | None:
     """The task that wrote `checkpoint`; None where nothing says it (a converted one)."""
-    return checkpoint.manifest.get("task") or _task_in_run_file(checkpoint.path)
+    return checkpoint.manifest.task or _task_in_run_file(checkpoint.path)
 
 
 def owner_of(folder: Path) -> str | None:
     """The task whose run `folder` holds; None if it holds none, or nothing says which."""
     for path in reversed(folders(folder)):
         try:
-            manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return task_of(Checkpoint(path, read_manifest(path)))
+        except GptlmError:
             continue  # not whole: the next one decides, and the run says so
-        return task_of(Checkpoint(path, manifest if isinstance(manifest, dict) else {}))
     return _task_in_run_file(folder) if _holds_model(folder) else None
 
 

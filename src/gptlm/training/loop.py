@@ -46,7 +46,7 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
     """
     args = trainer.args
     trainer.accelerator.free_memory()
-    manifest = checkpoint.read(Path(resume_from)).manifest if resume_from else None
+    manifest = trainer.checkpointer.read(Path(resume_from)) if resume_from else None
     max_steps = trainer.start_progress(manifest)
     progress = trainer.progress
     trainer.state = _initial_state(trainer, resume_from, max_steps, trial)
@@ -146,9 +146,7 @@ def _initial_state(trainer: Any, resume_from: str | None, max_steps: int, trial:
     history = Path(resume_from or "") / HISTORY
     if resume_from is not None and history.is_file():
         state = TrainerState.load_from_json(str(history))
-        if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
-            logger.warning("the best checkpoint so far, %s, is gone; it is ignored", state.best_model_checkpoint)
-            state.best_model_checkpoint = None
+        state.best_model_checkpoint = _best_checkpoint(state)
         trainer.state = state
         trainer._load_callback_state()
     state.is_hyper_param_search = trial is not None
@@ -157,6 +155,24 @@ def _initial_state(trainer: Any, resume_from: str | None, max_steps: int, trial:
     state.init_training_references(trainer, max_steps, epochs, trial)
     state.compute_steps(trainer.args, max_steps)  # a resumed run obeys the intervals of the new command
     return state
+
+
+def _best_checkpoint(state: TrainerState) -> str | None:
+    """The best checkpoint so far, if it still is one of that step."""
+    best = state.best_model_checkpoint
+    if not best:
+        return None
+    if not os.path.isdir(best):
+        logger.warning("the best checkpoint so far, %s, is gone; it is ignored", best)
+        return None
+    try:
+        step = checkpoint.read(Path(best)).manifest.global_step
+        reason = None if step == state.best_global_step else f"it is of step {step}, not {state.best_global_step}"
+    except GptlmError as error:
+        reason = str(error)
+    if reason is not None:
+        logger.warning("the best checkpoint so far, %s, is ignored: %s", best, reason)
+    return best if reason is None else None
 
 
 def _next_batches(trainer: Any, batches: Iterator[Inputs]) -> list[Inputs]:

@@ -4,9 +4,9 @@
 are read epoch after epoch (fine-tuning). "Steps" are optimizer steps since this start of the run.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+from gptlm.checkpoint.manifest import Manifest
 from gptlm.data.epochs import BEGIN, Epochs, Position, Size
 
 
@@ -28,8 +28,8 @@ class SequentialProgress:
         self._samples_per_epoch = samples_per_epoch
         self.start_step = self.start_samples = 0
 
-    def resume(self, manifest: Mapping[str, Any]) -> None:
-        self.start_step, self.start_samples = manifest["global_step"], manifest["consumed_samples"]
+    def resume(self, manifest: Manifest) -> None:
+        self.start_step, self.start_samples = manifest.global_step, manifest.consumed_samples
 
     @property
     def first_index(self) -> int:
@@ -70,8 +70,8 @@ class EpochProgress:
     def samples_per_step(self) -> int:
         return self.dataset.batch
 
-    def resume(self, manifest: Mapping[str, Any]) -> None:
-        self.start_step, self.start_samples = manifest["global_step"], manifest["consumed_samples"]
+    def resume(self, manifest: Manifest) -> None:
+        self.start_step, self.start_samples = manifest.global_step, manifest.consumed_samples
 
     def trained(self, steps: int) -> Size:
         return self.dataset.trained(steps)
@@ -92,6 +92,6 @@ class EpochProgress:
         }
 
 
-def position_of(manifest: Mapping[str, Any] | None) -> Position:
+def position_of(manifest: Manifest | None) -> Position:
     """Where in its epochs a checkpoint was written; the beginning of an epoch if it does not say."""
-    return Position(*manifest["epoch_position"]) if manifest and "epoch_position" in manifest else BEGIN
+    return Position(*manifest.epoch_position) if manifest and manifest.epoch_position else BEGIN

@@ -38,6 +38,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from gptlm.checkpoint.checkpointer import Checkpointer
+from gptlm.checkpoint.manifest import Manifest
 from gptlm.data.collate import FilledCollator, collate_samples, mask_is_needless, tokens_of
 from gptlm.data.epochs import Epochs, Filled, Size, steps_left
 from gptlm.errors import GptlmError
@@ -219,9 +220,9 @@ class GPTTrainer(Trainer):
 
     # Where the run is -------------------------------------------------------------------------------------------
 
-    def start_progress(self, manifest: dict[str, Any] | None) -> int:
+    def start_progress(self, manifest: Manifest | None) -> int:
         """Begin at a checkpoint's position, or at the first sample; returns the last step of the run."""
-        args, done = self.args, manifest["global_step"] if manifest else 0
+        args, done = self.args, manifest.global_step if manifest else 0
         if self.progress_argument is not None:
             last = args.max_steps
         else:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from gptlm.checkpoint import folder as checkpoint
@@ -18,6 +19,7 @@ from gptlm.config.run import Run
 from gptlm.errors import GptlmError, named
 from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
+from gptlm.recipes.common.main_process_first import told_by_main
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,13 @@ def lock_output(run: Run) -> Iterator[None]:
             lock.release()
 
 
-def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -> Checkpoint | None:
+def find_resume_checkpoint(
+    run: Run, check: Callable[[Any, Checkpoint], None], store: dist.Store | None
+) -> Checkpoint | None:
     """The checkpoint to resume from; None starts at step 0. `check` raises where one is not of this run's model.
+
+    Args:
+        store: of `early_store`: rank 0 reads the files and tells the others.
 
     Raises:
         GptlmError: if the requested one is missing or damaged, or starting anew would replace a finished model.
@@ -82,24 +89,14 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
     if not training.do_train or training.overwrite_output_dir:
         return None
     asked = training.resume_from_checkpoint
-    found: Checkpoint | None
-    path = _asked_folder(run)
-    if path is not None:
-        found = checkpoint.read(_newest_below(path))
+    path = told_by_main(store, "the checkpoint to resume from", training.ddp_timeout, lambda: _choose(run))
+    found = checkpoint.read(Path(path)) if path else None
+    if found is not None and _asked_folder(run) is not None:
         _check_task(run, found)
         if is_complete(run, found) and checkpoint.folders(output_dir):
             raise GptlmError(
                 f"nothing is left to train after {found.path}, and {output_dir} holds a run of its own, whose model "
                 f"would be replaced; give another {named('output_dir')}, or leave {named('resume_from_checkpoint')} out"
-            )
-    else:
-        found, skipped = checkpoint.newest(output_dir)
-        for reason in skipped:
-            logger.warning("%s; it is skipped", reason)
-        if found is None and skipped:
-            raise GptlmError(
-                f"none of the {len(skipped)} checkpoints in {output_dir} is complete ({skipped[0]}); repair "
-                "or remove them, or start anew with --overwrite_output_dir"
             )
     if found is None:
         if any((output_dir / name).exists() for name in ("model.safetensors", "adapter_model.safetensors")):
@@ -109,7 +106,7 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
             )
         if asked:
             logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
-    elif found.manifest["weights_only"] and not training.ignore_load_lr_and_optim:
+    elif found.manifest.weights_only and not training.ignore_load_lr_and_optim:
         raise GptlmError(
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
             f"--model_name_or_path {found.path} --continue_training and another --output_dir, or resume with "
@@ -118,6 +115,41 @@ def find_resume_checkpoint(run: Run, check: Callable[[Any, Checkpoint], None]) -
     else:
         check(run, found)
     return found
+
+
+def _choose(run: Run) -> str | None:
+    """The folder of the undamaged checkpoint to resume from; its files are read once, by one process.
+
+    Raises:
+        GptlmError: if the requested one is missing or damaged, or all are damaged.
+    """
+    path, output_dir = _asked_folder(run), Path(run.training.output_dir or "")
+    if path is not None and not _holds_checkpoints(path):
+        try:
+            found = checkpoint.read(path)
+            checkpoint.check_content(found)
+        except GptlmError as error:
+            advice = f"; give another one with {named('resume_from_checkpoint')}" if path.is_dir() else ""
+            raise GptlmError(f"{error.marked}{advice}") from error
+    else:
+        newest, skipped = checkpoint.newest(path or output_dir)
+        for reason in skipped:
+            logger.warning("%s; it is skipped", reason)
+        if newest is None and skipped:
+            advice = (
+                f"give another {named('resume_from_checkpoint')}"
+                if path
+                else f"repair or remove them, or start anew with {named('overwrite_output_dir')}"
+            )
+            raise GptlmError(
+                f"none of the {len(skipped)} checkpoints in {path or output_dir} is complete ({skipped[0]}); {advice}"
+            )
+        if newest is None:
+            return None
+        found = newest
+    if found.manifest.checksums is None:
+        logger.info("%s has no checksums: damage that keeps the size of a file is not noticed", found.path.name)
+    return str(found.path)
 
 
 def _asked_folder(run: Run) -> Path | None:
@@ -149,19 +181,14 @@ def _check_task(run: Run, found: Checkpoint) -> None:
     )
 
 
-def _newest_below(asked: Path) -> Path:
-    """`asked`, or the newest complete checkpoint in it where it is a folder of them."""
-    if not asked.is_dir() or (asked / checkpoint.MANIFEST).exists():
-        return asked
-    found, skipped = checkpoint.newest(asked)
-    for reason in skipped:
-        logger.warning("%s; it is skipped", reason)
-    return found.path if found else asked
+def _holds_checkpoints(asked: Path) -> bool:
+    """Whether the folder is not a checkpoint itself, but one of several."""
+    return asked.is_dir() and not (asked / checkpoint.MANIFEST).exists() and bool(checkpoint.folders(asked))
 
 
 def is_complete(run: Run, found: Checkpoint | None) -> bool:
     """Whether nothing is left to train after the checkpoint `found`."""
-    return found is not None and found.manifest["global_step"] >= run.training.max_steps
+    return found is not None and found.manifest.global_step >= run.training.max_steps
 
 
 def check_shape(run: Run, found: Checkpoint) -> None:
@@ -187,10 +214,16 @@ def settings(run: Run) -> dict[str, Any]:
     return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
 
 
+def is_same_order(resume: Checkpoint, order: dict[str, Any]) -> bool:
+    """Whether the samples to come are those that the checkpoint would have read, by all that it notes."""
+    noted = resume.manifest.order
+    return all(noted.get(name) == value for name, value in order.items() if name not in UNNOTED or name in noted)
+
+
 def log_changes(resume: Checkpoint, manifest: dict[str, dict[str, Any]]) -> None:
     """Log one line per setting that differs from the one recorded in the checkpoint."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
-        noted = resume.manifest.get(kind) or {}
+        noted = getattr(resume.manifest, kind)
         for name, value in manifest[kind].items():
             if name in UNNOTED and noted and name not in noted:
                 logger.info("%s %s", resume.path.name, UNNOTED[name])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
@@ -36,6 +37,7 @@ from gptlm.recipes.common.resume import (
     check_shape,
     find_resume_checkpoint,
     is_complete,
+    is_same_order,
     log_changes,
     settings,
 )
@@ -75,11 +77,12 @@ class Job:
 
 
 def check_run(
-    run: Run, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
+    run: Run, store: dist.Store | None, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
 ) -> tuple[Device, checkpoint.Checkpoint | None]:
     """The device and the checkpoint to resume from, after all checks that need neither data nor weights.
 
     Args:
+        store: of `early_store`.
         check: raises GptlmError where a checkpoint is not of this run's model.
     """
     start_logging(main_process=is_main_process())
@@ -89,7 +92,7 @@ def check_run(
     check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
-    resume = find_resume_checkpoint(run, check)
+    resume = find_resume_checkpoint(run, check, store)
     log_weights_source(run, resume)
     if run.model.continue_training and run.source.kind == "folder":
         check_weights(Path(run.source.weights or ""))
@@ -150,6 +153,7 @@ def build_trainer(
             keep=training.save_total_limit,
             run_file=run.as_arguments(),
             resume_weights_only=training.ignore_load_lr_and_optim,
+            checked=job.resume.path if job.resume else None,
             mesh=job.mesh,
             chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
         ),
@@ -235,14 +239,14 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
     resume = job.resume
     _clear_output(run, trainer, resume)
     if resume is not None and is_complete(run, resume):
-        done, wanted = resume.manifest["global_step"], run.training.max_steps
+        done, wanted = resume.manifest.global_step, run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", resume.path, done, wanted)
         _restore(trainer, resume.path)
         trainer.checkpointer.save_final()
         return evaluate(trainer, "eval") if run.training.do_eval else {}
     if resume is not None:
-        step, samples = resume.manifest["global_step"], resume.manifest["consumed_samples"]
-        same = resume.manifest["order"] == trainer.checkpointer.manifest["order"]
+        step, samples = resume.manifest.global_step, resume.manifest.consumed_samples
+        same = is_same_order(resume, trainer.checkpointer.manifest["order"])
         position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
@@ -287,7 +291,7 @@ def _clear_output(run: Run, trainer: GPTTrainer, resume: checkpoint.Checkpoint |
         return
     output_dir = Path(run.training.output_dir or "")
     checkpoint.remove_leftovers(output_dir)
-    for left in checkpoint.set_aside(output_dir, resume.manifest["global_step"]) if resume else ():
+    for left in checkpoint.set_aside(output_dir, resume.manifest.global_step) if resume else ():
         name = left.name.removeprefix("left-")
         logger.warning("%s is newer than the resumed checkpoint; renamed to %s", name, left)
     if run.training.overwrite_output_dir:

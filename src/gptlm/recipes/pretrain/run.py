@@ -9,6 +9,7 @@ from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.planner.args import sizes_of
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group, peak_flops
+from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import find_tokenizer, make_model
 from gptlm.recipes.common.resume import lock_output
 from gptlm.recipes.common.training import (
@@ -48,12 +49,13 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
-    device, resume = check_run(run)
-    corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
-    run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    with lock_output(run), close_process_group(run.training.ddp_timeout):
-        # a function of its own: the trainer has to be gone when the process group closes
-        return _run(run, device, resume, corpora)
+    with early_store(run.training.ddp_timeout) as store:
+        device, resume = check_run(run, store)
+        corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
+        run = with_epochs_counted(run, steps_per_epoch(run, corpora))
+        with lock_output(run), close_process_group(run.training.ddp_timeout):
+            # a function of its own: the trainer has to be gone when the process group closes
+            return _run(run, device, resume, corpora)
 
 
 def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: list[Corpus]) -> dict[str, float]:
@@ -118,7 +120,7 @@ def _log_summary(run: PretrainRun, device: Device, resume: Checkpoint | None, tr
         trainer.state.log_history[log_lines_in(resume.path) if resume else 0 :],
         parameters=sizes_of(run).parameters,
         seq_length=run.data.max_seq_length,
-        first_step=resume.manifest["global_step"] + 1 if resume else 1,
+        first_step=resume.manifest.global_step + 1 if resume else 1,
         last_step=trainer.state.global_step,
     ):
         logger.info("%s", line)

@@ -20,8 +20,9 @@ from gptlm.model.tokenizer import fit_to_model
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
+from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import make_model, weights_folder
-from gptlm.recipes.common.resume import check_output, check_shape, lock_output
+from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.merge_lora import merge
 from gptlm.recipes.sft.data import (
@@ -50,30 +51,31 @@ def sft(run: SftRun) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
-    device, resume = check_run(run, _check_resume)
-    if run.lora.merge_weights and run.lora.lora:
-        check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
-    sources = find_sources(run)
-    tokenizer, new_tokens = find_sft_tokenizer(run)
-    if resume is not None:
-        check_tokenizer(resume.path, tokenizer)
-    elif run.lora.lora_path:
-        check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
-    entries = max(run.shape.vocab_size, len(tokenizer))  # an embedding for every entry of the tokenizer
-    run = replace(run, shape=replace(run.shape, vocab_size=entries))
-    if resume is not None and not run.lora.lora:
-        check_shape(run, resume)
-    fit_to_model(tokenizer, run.shape.max_position_embeddings)
-    data = load_data(run, sources, tokenizer)
-    position, position_text = _position(run, data, resume)
-    steps = (len(data.train), run.batch.total)
-    done = resume.manifest["global_step"] if resume else 0
-    last = done + steps_left(run.training.num_train_epochs, position, *steps)
-    run = with_epochs_counted(run, steps_in(*steps), last_step=last)
-    epochs = _epochs(run, data, done, position)
-    with lock_output(run), close_process_group(run.training.ddp_timeout):
-        # a function of its own: the trainer has to be gone when the process group closes
-        metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text)
+    with early_store(run.training.ddp_timeout) as store:
+        device, resume = check_run(run, store, _check_resume)
+        if run.lora.merge_weights and run.lora.lora:
+            check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
+        sources = find_sources(run)
+        tokenizer, new_tokens = find_sft_tokenizer(run)
+        if resume is not None:
+            check_tokenizer(resume.path, tokenizer)
+        elif run.lora.lora_path:
+            check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
+        entries = max(run.shape.vocab_size, len(tokenizer))  # an embedding for every entry of the tokenizer
+        run = replace(run, shape=replace(run.shape, vocab_size=entries))
+        if resume is not None and not run.lora.lora:
+            check_shape(run, resume)
+        fit_to_model(tokenizer, run.shape.max_position_embeddings)
+        data = load_data(run, sources, tokenizer)
+        position, position_text = _position(run, data, resume)
+        steps = (len(data.train), run.batch.total)
+        done = resume.manifest.global_step if resume else 0
+        last = done + steps_left(run.training.num_train_epochs, position, *steps)
+        run = with_epochs_counted(run, steps_in(*steps), last_step=last)
+        epochs = _epochs(run, data, done, position)
+        with lock_output(run), close_process_group(run.training.ddp_timeout):
+            # a function of its own: the trainer has to be gone when the process group closes
+            metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
@@ -144,12 +146,12 @@ def _position(run: SftRun, data: SftData, resume: Checkpoint | None) -> tuple[Po
     """Where in its epochs the run continues, and that in words; the beginning of an epoch where it is unknown."""
     if resume is None:
         return BEGIN, None
-    noted, count = resume.manifest.get("epoch_position"), len(data.train)
+    noted, count = resume.manifest.epoch_position, len(data.train)
     if noted is None:
-        epoch = resume.manifest["consumed_samples"] // max(count, 1)
+        epoch = resume.manifest.consumed_samples // max(count, 1)
         return Position(epoch, 0), f"it does not note its position in the epoch: epoch {epoch + 1} starts again"
     position = Position(*noted)
-    if position.place and resume.manifest["order"] != order_manifest(run, data):
+    if position.place and not is_same_order(resume, order_manifest(run, data)):
         return Position(position.epoch, 0), f"data or order have changed: epoch {position.epoch + 1} starts again"
     return position, f"epoch {position.epoch + 1} continues after {position.place:,} of its {count:,} samples"
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import EvalPrediction
 
+from gptlm.checkpoint.manifest import Manifest
+
 
 class TrainLoss:
     """Sums of the losses of steps, kept on the device until a log line or a checkpoint needs them.
@@ -16,10 +18,10 @@ class TrainLoss:
         steps_without_loss: earlier steps that are not in the sum, because another library made them.
     """
 
-    def __init__(self, device: torch.device, manifest: Mapping[str, Any] | None):
+    def __init__(self, device: torch.device, manifest: Manifest | None):
         self.pending = torch.zeros((), device=device)
-        self._before = float(manifest["loss_sum"]) if manifest else 0.0
-        self.steps_without_loss = int(manifest.get("steps_without_loss", 0)) if manifest else 0
+        self._before = float(manifest.loss_sum) if manifest else 0.0
+        self.steps_without_loss = manifest.steps_without_loss if manifest else 0
         self._logged = 0.0  # sum of this start, up to the last log line
         self.run_sum = self._before  # of the whole run, as of the last `look`
 
