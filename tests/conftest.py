@@ -12,6 +12,7 @@ import pytest
 
 from gptlm.data.writer import IndexedTokensWriter
 from tests.golden.corpora import numbered_documents, random_documents, write_documents
+from tests.imports import freeze_imports
 
 CACHE = tempfile.TemporaryDirectory(prefix="gptlm-tests-")  # runs keep encoded examples there, not in the user's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
@@ -101,3 +102,11 @@ def run_script(
         text=True,
         timeout=300,
     )
+
+
+def pytest_runtest_setup() -> None:
+    freeze_imports()
+
+
+def pytest_runtest_teardown() -> None:
+    freeze_imports()

@@ -29,6 +29,7 @@ from gptlm.recipes.common import training
 from gptlm.recipes.common.device import Device
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft
+from tests.imports import freeze_imports
 
 
 @contextmanager
@@ -101,6 +102,7 @@ def main(cases: str, results: str) -> None:
         unset_hf_deepspeed_config()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         gc.enable()
+        freeze_imports()
         gc.collect()
         dist.barrier()
     if dist.get_rank() == 0:
