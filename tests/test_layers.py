@@ -20,6 +20,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "quiet": -1,
     "checksums": -1,
     "ranks": -1,
+    "streams": -1,
     "upstream": -1,
     "failures": 0,
     "data": 0,

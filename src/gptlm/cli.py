@@ -45,7 +45,8 @@ from gptlm.launcher.args import LAUNCH, check_cards, parse_launch
 from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.quiet import quiet_libraries
-from gptlm.ranks import is_launched, rank, world_size
+from gptlm.ranks import check_connection, check_launcher, is_launched, rank, world_size
+from gptlm.streams import can_write_output, discard_output, open_standard_streams
 from gptlm.upstream.transformers import import_quickly
 
 # The interpreter's last garbage collection visits all that torch and transformers have made, for 1 to 3 s.
@@ -80,6 +81,7 @@ def pretrain(argv: Sequence[str]) -> int | None:
         words = [*run.launch, "-m", "gptlm", "pretrain", *typed]  # each process chooses the layout again
         with flags_as_typed(run.typed):
             return launch(words, on_gpus=not run.training.device.lower().startswith("cpu"))
+    check_connection(os.environ)
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         with importing(trainer=True):
@@ -95,6 +97,7 @@ def sft(argv: Sequence[str]) -> None:
     if printing:
         _print_run(run)
         return
+    check_connection(os.environ)
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         with importing(trainer=True):
@@ -171,6 +174,8 @@ def evaluate(argv: Sequence[str]) -> None:
     processes = world_size()
     arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
     check_readable("eval_path", arguments.eval_path)
+    if processes > 1:
+        check_connection(os.environ)
     hide_other_gpus(arguments.device, os.environ)
     with importing():
         from gptlm.recipes.evaluate import evaluate as recipe
@@ -334,8 +339,34 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _require_utf8()
+    open_standard_streams()
     quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words and words[0] in COMMANDS else ""
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except GptlmError as error:
+        print(_with_prefix(name, from_worker(str(error))), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"gptlm {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output has stopped, as `head` does
+        discard_output()
+        return 141
+    except Exception as error:  # a disk that fails, or a bug here or in a library
+        debug = bool(os.environ.get(DEBUG_VARIABLE))
+        if isinstance(error, OSError) and not error.filename and not can_write_output():
+            error.filename = "standard output"
+            discard_output()
+        print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
+        return 1
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run one command, or print the help that `words` ask for; returns the exit code."""
     if words == ["--version"]:
         print(_versions())
         return 0
@@ -360,28 +391,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(help_text(command.script, command.summary + command.more_help + DEBUG_HELP, command.vocabulary), end="")
         return 0
-    try:
-        code = command.run(rest) or 0
-        sys.stdout.flush()
-        return code
-    except GptlmError as error:
-        print(_with_prefix(name, from_worker(str(error))), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"gptlm {name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of the output has stopped, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:  # a bug here or in a library
-        debug = bool(os.environ.get(DEBUG_VARIABLE))
-        print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
-        return 1
+    check_launcher(os.environ)
+    return command.run(rest) or 0
 
 
 def _with_prefix(command: str, text: str) -> str:
     """Every line of an error with the command and the rank, because lines of several ranks are mixed."""
-    prefix = f"gptlm {command}: {f'rank {rank()}: ' if is_launched() else ''}error: "
+    try:
+        shown = f"rank {rank()}: " if is_launched() else ""
+    except UsageError:  # this may be the error
+        shown = ""
+    prefix = f"{f'gptlm {command}'.strip()}: {shown}error: "
     return "\n".join(prefix + line for line in text.splitlines() or [""])
 
 

@@ -1,5 +1,6 @@
 """Report an unexpected error in one line, with its traceback in a file (or printed with --debug)."""
 
+import errno
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ DEBUG = "--debug"
 DEBUG_VARIABLE = "GPTLM_DEBUG"  # passes the flag to processes that a command starts
 DEBUG_HELP = """
 With --debug the traceback of an unexpected error is printed instead of written to gptlm-error-PID.log."""
+OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 FOLDER = "output folder: "  # prefix of the note that `logged_in` adds to an exception
 MEMORY_ADVICE = {
     "pretrain": "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, --recompute 1, "
@@ -50,19 +52,23 @@ def logged_in(folder: str | Path | None) -> Iterator[None]:
 
 def report(error: Exception, command: str, *, debug: bool) -> str:
     """Write the traceback of `error` to a file, or print it with `debug`; returns the line that describes the error."""
-    stage = stage_of(error) or f"while running gptlm {command}"
+    stage = stage_of(error) or f"while running gptlm {command}".rstrip()
     if is_out_of_memory(error):
         requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         size = f" ({requested[1]} more were requested)" if requested else ""
         line = f"out of memory {stage}{size}; {MEMORY_ADVICE.get(command, 'free memory, or use a machine with more')}"
     elif _is_lost_connection(error):
         line = f"another process of this run ended {stage}; its own error message has the cause"
+    elif isinstance(error, OSError) and error.filename and error.strerror:
+        line = f"{stage}: {error.filename}: {reason_of(error)}"
     else:
         reason, kind = reason_of(error), type(error).__name__
         line = f"{stage}: {kind if reason == kind else f'{kind}: {reason}'}"
     if debug:
         traceback.print_exception(error)
         return line
+    if isinstance(error, OSError) and (error.filename or error.errno in OF_THE_MACHINE):
+        return line  # its cause is in the line
     return f"{line}; {_write_traceback(error, command)}"
 
 
@@ -81,7 +87,9 @@ def _write_traceback(error: Exception, command: str) -> str:
     for folder in [*notes, tempfile.gettempdir()]:
         path = Path(folder) / f"gptlm-error-{os.getpid()}.log"
         try:
-            with path.open("a", encoding="utf-8") as file:  # a process on another machine may have the same id
+            with path.open(
+                "a", encoding="utf-8", errors="backslashreplace"
+            ) as file:  # a process on another machine may have the same id
                 file.write(f"{head}{text}\n")
         except OSError:
             continue

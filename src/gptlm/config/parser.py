@@ -7,6 +7,7 @@ values and combinations are checked.
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -22,6 +23,7 @@ from gptlm.errors import UsageError, with_flags_shown
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
 ALWAYS_ON = "always on here: "  # begins the reason why a switch has no effect
+SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes of the command line that are not UTF-8
 Group = TypeVar("Group")
 
 
@@ -196,6 +198,8 @@ class _Reader:
         vocabulary, parsed = self.vocabulary, self.parsed
         if any("\0" in value for value in given.values):
             raise UsageError(f"{given.typed}: the value holds a NUL character; remove it")
+        if any(map(SURROGATE.search, given.values)):
+            raise UsageError(f"{given.typed}: the value is not UTF-8; rename the file, or convert the text")
         known, negated = self._resolve(given)
         name = vocabulary.renamed.get(known, known)
         parsed.used.add(known)

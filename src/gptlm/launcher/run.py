@@ -163,7 +163,7 @@ def _last_lines(text: str) -> str:
 
 
 def _log(line: str) -> None:
-    _write(2, f"gptlm launch: {line}\n".encode())
+    _write(2, f"gptlm launch: {line}\n".encode(errors="backslashreplace"))
 
 
 def _write(descriptor: int, text: bytes) -> None:
