@@ -119,12 +119,17 @@ def merge_lora(argv: Sequence[str]) -> None:
         recipe(arguments)
 
 
-def convert(argv: Sequence[str]) -> None:
+def convert(argv: Sequence[str]) -> int | None:
     conversion = parse_convert(argv)
+    if conversion.main.check is not None:
+        from gptlm.recipes.check_checkpoints import check_checkpoints
+
+        return check_checkpoints(Path(conversion.main.check))
     with logged_in(Path(conversion.main.output or "").parent):
         with importing():
             from gptlm.recipes.convert import convert as recipe
         recipe(conversion)
+    return None
 
 
 def preprocess(argv: Sequence[str]) -> None:

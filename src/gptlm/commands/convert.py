@@ -28,6 +28,11 @@ def parse_convert(argv: Sequence[str]) -> Conversion:
 
 def _problems(parsed: Parsed) -> Iterator[Problem]:
     main, reading = parsed[ConvertArguments], parsed[ReadingArguments]
+    if main.check is not None:
+        for name in parsed.aliases:
+            if name != "check":
+                yield Problem(name, f"has no effect with {named('check')}, which converts nothing; leave it out")
+        return
     if not main.source:
         yield Problem("source", "is missing")
     if not main.output:

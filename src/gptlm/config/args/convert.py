@@ -24,6 +24,11 @@ class ConvertArguments:
         False, "hf: also convert Adam's moments and step, into OUTPUT/checkpoint-N; resume with --output_dir OUTPUT"
     )
     verify: bool = arg(True, "compare logits before and after on a fixed batch; a difference above 1e-3 is an error")
+    check: str | None = arg(
+        None,
+        "convert nothing, but compare the files of gptlm's own checkpoints with their checksums: a checkpoint-N "
+        "folder, or an output folder with several; exit code 1 if one is damaged",
+    )
     tokenizer_name_or_path: str | None = arg(None, "tokenizer to save with the weights; unset: the checkpoint's")
 
 
