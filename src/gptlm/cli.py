@@ -38,7 +38,7 @@ from gptlm.config.parser import Vocabulary
 from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
 from gptlm.data.corpora import parse_input
-from gptlm.errors import GptlmError, UsageError, flags_as_typed, from_worker
+from gptlm.errors import GptlmError, UsageError, flags_as_typed, printed
 from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
 from gptlm.launcher.args import HELP as LAUNCH_HELP
 from gptlm.launcher.args import LAUNCH, check_cards, parse_launch
@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GptlmError as error:
-        print(_with_prefix(name, from_worker(str(error))), file=sys.stderr)
+        print(_with_prefix(name, printed(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"gptlm {name}: interrupted", file=sys.stderr)

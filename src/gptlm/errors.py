@@ -78,6 +78,15 @@ def reason_of(error: BaseException) -> str:
     return first or type(error).__name__
 
 
+def printed(error: GptlmError) -> str:
+    """The message for the screen. Of a command's problems, those from the third on share a line: there may be many."""
+    text = from_worker(str(error))
+    if not isinstance(error, UsageError):
+        return text
+    lines = text.splitlines()
+    return "\n".join([*lines[:2], "; ".join(lines[2:])]).rstrip()
+
+
 def from_worker(text: str) -> str:
     """`text` without the traceback that torch's DataLoader adds to an exception of a worker process."""
     if not WORKER.match(text):

@@ -253,11 +253,16 @@ def _dataset_batches(folder: Path, keys: Sequence[str] | None, span: Span) -> It
     from datasets import Dataset  # slow to import, and few corpora need it
 
     size = max(1, size_of(folder))
+    _check_saved_files(folder)
     try:
-        try:
-            table = Dataset.load_from_disk(str(folder))
-        except IndexError:  # raised by `datasets` where there are no rows
-            return
+        table = Dataset.load_from_disk(str(folder))
+    except IndexError:  # raised by `datasets` where there are no rows
+        return
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of any type, where the JSON files hold other types
+        raise OSError(reason_of(error)) from error
+    try:
         keys = _columns(folder, keys, table.column_names)
         first, last = (-(-edge * len(table) // size) for edge in span)  # row i lies at byte i x size / rows
         yield from table_batches(table.select_columns(list(keys)), str(folder), range(first, last), size)
@@ -265,6 +270,17 @@ def _dataset_batches(folder: Path, keys: Sequence[str] | None, span: Span) -> It
         if isinstance(error, GptlmError):
             raise
         raise OSError(str(error)) from error
+
+
+def _check_saved_files(folder: Path) -> None:
+    """Raises OSError if a dataset that `datasets` saved names what is no file: reading a FIFO would wait forever."""
+    try:
+        names = [part["filename"] for part in parse_json((folder / "state.json").read_bytes())["_data_files"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise OSError(f"state.json names no data files ({reason_of(error)})") from error
+    for name in names:
+        if not isinstance(name, str) or not (folder / name).is_file():
+            raise OSError(f"{name!r:.60} in state.json is no file of the dataset")
 
 
 def table_batches(table: "Dataset", name: str, rows: range, size: int) -> Iterator[Batch]:

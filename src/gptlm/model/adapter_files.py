@@ -36,6 +36,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         value = config.get(key)
         if not isinstance(value, types) or isinstance(value, bool) or value == []:
             raise GptlmError(f"{path} is damaged: {key} is {value!r}; copy the folder again")
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise GptlmError(f"{path} is damaged: base_model_name_or_path is {base!r:.60}; copy the folder again")
     if config["r"] < 1 or not math.isfinite(config["lora_alpha"]):
         raise GptlmError(
             f"{path} is damaged: r is {config['r']}, lora_alpha {config['lora_alpha']}; copy the folder again"

@@ -15,6 +15,8 @@ from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.tokenizer import parse_tokenizer
 from gptlm.config.args.data import DemoArguments
+from gptlm.disk import write_failure
+from gptlm.errors import GptlmError
 from gptlm.recipes.predict import predict
 from gptlm.recipes.preprocess import preprocess
 from gptlm.recipes.pretrain.run import pretrain
@@ -49,9 +51,13 @@ def demo(arguments: DemoArguments) -> dict[str, float]:
         print(f"\n$ python scripts/{script} {shown}", flush=True)
         return words
 
-    folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus.jsonl"
-    print(f"text of this Python ({sysconfig.get_python_version()}): {_write_corpus(corpus) / 1e6:.1f} MB in {corpus}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        size = _write_corpus(corpus)
+    except OSError as error:
+        raise GptlmError(f"cannot write {corpus}: {write_failure(error, corpus)}") from error
+    print(f"text of this Python ({sysconfig.get_python_version()}): {size / 1e6:.1f} MB in {corpus}")
     tokenizer(parse_tokenizer(command("train_tokenizer.py", TOKENIZER)))
     preprocess(parse_preprocess(command("preprocess_data.py", PREPROCESS)))
     metrics = pretrain(parse_pretrain(command("run_pretrain.py", PRETRAIN), os.environ))
