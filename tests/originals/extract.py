@@ -111,13 +111,19 @@ def megatron_learning_rates() -> dict:
     cases = {}
     for name, case in load("megatron/lr_schedules.json")["cases"].items():
         assert case["megatron_old_AnnealingLR"] == case["megatron_core_OptimizerParamScheduler"]
-        cases[name] = case["args"] | {"megatron": case["megatron_old_AnnealingLR"], "oneflow": case["oneflow"]}
+        args = {name: case["args"][name] for name in ("style", "lr", "min_lr", "decay_iters", "warmup_fraction")}
+        cases[name] = args | {"megatron": case["megatron_old_AnnealingLR"], "oneflow": case["oneflow"]}
     return cases
 
 
 def megatron_evaluation() -> dict:
     found = load("megatron/zeroshot_eval.json")
-    return {"windows": found["wikitext_windows"], "perplexities": found["adjusted_ppl"]}
+    windows = []
+    for case in found["wikitext_windows"]:
+        shown = [window if window["scored"] else {"scored": []} for window in case["first_windows"]]
+        windows.append(case | {"first_windows": shown})
+        assert windows[-1].pop("every_target_exactly_once")
+    return {"windows": windows, "perplexities": found["adjusted_ppl"]}
 
 
 def fleetx_orders() -> dict:
@@ -221,6 +227,8 @@ def main(folder: Path = GOLDEN) -> None:
     for name, recorded in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text_of(recorded()) + "\n")
+    sums = {name: sha256((folder / name).read_bytes()).hexdigest() for name in sorted(FILES)}
+    (folder / "SHA256SUMS").write_text("".join(f"{value}  {name}\n" for name, value in sums.items()))
 
 
 if __name__ == "__main__":

@@ -47,9 +47,8 @@ def test_every_recorded_rate_of_megatron_and_oneflow(name, source, kind):
     """By updates done before. Megatron's decay begins behind the warm-up; OneFlow's counts it."""
     case = MEGATRON[name]
     assert case["style"] == "cosine"
-    decay = case["decay_iters"] or case["train_iters"]
-    warmup = case["warmup_iters"] if "warmup_iters" in case else case["warmup_fraction"] * decay
-    schedule = Schedule(kind, case["lr"], case["min_lr"], int(warmup), decay, start=0)
+    decay = case["decay_iters"]
+    schedule = Schedule(kind, case["lr"], case["min_lr"], int(case["warmup_fraction"] * decay), decay, start=0)
     for done, rate in case[source].items():
         assert schedule.rate(int(done) + 1) == pytest.approx(rate, rel=1e-9, abs=1e-30), done
 
