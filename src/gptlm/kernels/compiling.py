@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlm.kernels import fused_gelu
 from gptlm.kernels.linear_cross_entropy import chunk_loss, chunk_scores
@@ -15,7 +15,14 @@ from gptlm.upstream.torch import leave_open, opens_dimensions, recomputes_open_s
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory, longer chunks cost less and fill the GPU better
 
 
-def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True, lengths_vary: bool = False) -> None:
+def compile_model(
+    model: Any,
+    *,
+    within_hooks: bool = False,
+    fused: bool = True,
+    lengths_vary: bool = False,
+    joins_norms: bool = False,
+) -> None:
     """Compile the blocks of `model`, a GPTLMHeadModel, and its loss at their first use; parameter names stay.
 
     Collectives of tensor parallelism are compiled as parts of the blocks.
@@ -25,9 +32,13 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
         fused: allow GELU inside matrix products. Each costs 0.1 ms of CPU time, too much for the small micro-batches
             of a pipeline.
         lengths_vary: compile once for all sequence lengths, not first for one of them.
+        joins_norms: allow each residual sum to be one kernel with the layer norm after it, across blocks. Each costs
+            CPU time, too.
     """
     fused = fused and fused_gelu.is_available()
-    for block in model.transformer.own_blocks:
+    transformer = model.transformer
+    transformer.joins_norms = joins_norms and can_join_norms(transformer)
+    for block in transformer.own_blocks:
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; to recompute dropout, the
         # compiler has to know its seed
         options: Any = None if block.recompute else {"fallback_random": True}
@@ -36,17 +47,28 @@ def compile_model(model: Any, *, within_hooks: bool = False, fused: bool = True,
             block.forward = torch.compile(block.forward, options=options)
         else:
             block.compile(options=options)
+        if transformer.joins_norms:
+            block.between_norms = torch.compile(block.between_norms, options=options)
     if lengths_vary and opens_dimensions():  # dynamic=True would leave numbers of the code open, too: twice the time
-        model.transformer.drop.register_forward_hook(_leave_shape_open)
+        for module in (transformer.drop, *([transformer.h[0].ln_1] if transformer.joins_norms else [])):
+            module.register_forward_hook(_leave_shape_open)
     # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
     chunk, scores = torch.compile(chunk_loss), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
     model.output_scores = partial(model.output_scores, chunk=scores, chunk_tokens=COMPILED_CHUNK)
 
 
-def _leave_shape_open(drop: Any, arguments: Any, hidden: Tensor) -> None:
+def _leave_shape_open(module: Any, arguments: Any, hidden: Tensor) -> None:
     # the batch, too: where it is known, inductor's sums over all tokens take four times as long (torch 2.11, H200)
-    leave_open(hidden, dimensions=(0, 1))
+    if not torch.compiler.is_compiling():
+        leave_open(hidden, dimensions=(0, 1))
+
+
+def can_join_norms(transformer: Any) -> bool:
+    """Whether `between_norms` of each block does what `forward` does: plain layer norms, nothing recomputed."""
+    norms = [transformer.ln_f, *(norm for block in transformer.h for norm in (block.ln_1, block.ln_2))]
+    recomputed = {block.recompute for block in transformer.h} - {"", "core_attn"}
+    return not recomputed and all(type(norm) is nn.LayerNorm for norm in norms)
 
 
 def lengths_obstacle(model: Any) -> str | None:

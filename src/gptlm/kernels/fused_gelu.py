@@ -226,13 +226,15 @@ class _FeedForward(torch.autograd.Function):
         x, up, down, hidden, before = ctx.saved_tensors
         gradient = gradient.contiguous()
         inner = linear_gelu_gradient(gradient, down, before)
-        return inner @ up, inner.T @ x, inner.sum(0), gradient.T @ hidden, gradient.sum(0)
+        down_bias = gradient.sum(0) if ctx.needs_input_grad[4] else None
+        return inner @ up, inner.T @ x, inner.sum(0), gradient.T @ hidden, down_bias
 
 
-def fused_feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-    """`down(GELU(up(x)))`, (..., D) -> (..., D), in half precision."""
+def fused_feed_forward(x: Tensor, up: nn.Linear, down: nn.Linear, *, without_bias: bool = False) -> Tensor:
+    """`down(GELU(up(x)))`, (..., D) -> (..., D), in half precision; `without_bias`: without that of `down`."""
     flat = x.reshape(-1, x.shape[-1])
-    return _FeedForward.apply(flat, up.weight, up.bias, down.weight, down.bias).view(x.shape)
+    bias = None if without_bias else down.bias
+    return _FeedForward.apply(flat, up.weight, up.bias, down.weight, bias).view(x.shape)
 
 
 def supports_fused(x: Tensor, up: nn.Module, down: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from gptlm.kernels.attention import Documents, attention
 from gptlm.kernels.fused_gelu import fused_feed_forward, supports_fused
 from gptlm.kernels.linear_cross_entropy import summed_loss, token_scores
 from gptlm.kernels.output_layer import OutputLayer
+from gptlm.kernels.residual_norm import residual_norm
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.upstream.transformers import detach_from_model_config, transpose_on_disk
 
@@ -64,13 +65,21 @@ class Attention(nn.Module):
         # Tensor parallelism: each rank draws the dropout of its own heads, all other dropout is the same on all ranks.
         self.core_context: Callable[[], AbstractContextManager] | None = None
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: AnyCache | None, documents: Documents | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cache: AnyCache | None,
+        documents: Documents | None,
+        without_bias: bool = False,
+    ) -> Tensor:
         """(batch, length, width) -> (batch, length, width).
 
         Args:
             mask: (batch, 1, length, past + length), or None for causal attention.
             cache: keys and values of the past, which this call extends.
             documents: limits attention to tokens of the same document; needs `mask` None.
+            without_bias: leave out the last bias, which the caller adds.
         """
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # (batch, length, width)
         # (batch, heads, length, head_dim), where heads are those of this rank under tensor parallelism.
@@ -84,7 +93,12 @@ class Attention(nn.Module):
             out = checkpoint(self._core, q, k, v, mask, documents, repeat, use_reentrant=False)
         else:
             out = self._core(q, k, v, mask, documents, repeat)
-        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+        out = out.transpose(1, 2).flatten(2)
+        return F.linear(out, self.c_proj.weight) if without_bias else self.resid_dropout(self.c_proj(out))
+
+    def late_bias(self) -> Tensor | None:
+        """The last bias, where the caller may add it."""
+        return late_bias(self.c_proj, self.resid_dropout)
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, documents: Documents | None, repeat: bool
@@ -112,11 +126,16 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.resid_pdrop)
         self.fused = False  # compute GELU in the epilogue of the matrix products, where compiled and supported
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> (batch, length, width)."""
+    def forward(self, x: Tensor, without_bias: bool = False) -> Tensor:
+        """(batch, length, width) -> (batch, length, width); `without_bias` as in `Attention`."""
         if self.fused and torch.compiler.is_compiling() and supports_fused(x, self.c_fc, self.c_proj):
-            return self.dropout(fused_feed_forward(x, self.c_fc, self.c_proj))
-        return self.dropout(self.c_proj(gelu(self.c_fc(x))))
+            return self.dropout(fused_feed_forward(x, self.c_fc, self.c_proj, without_bias=without_bias))
+        hidden = gelu(self.c_fc(x))
+        return F.linear(hidden, self.c_proj.weight) if without_bias else self.dropout(self.c_proj(hidden))
+
+    def late_bias(self) -> Tensor | None:
+        """The last bias, where the caller may add it."""
+        return late_bias(self.c_proj, self.dropout)
 
 
 def residual_projection(inputs: int, outputs: int) -> nn.Linear:
@@ -124,6 +143,12 @@ def residual_projection(inputs: int, outputs: int) -> nn.Linear:
     linear = nn.Linear(inputs, outputs)
     linear.is_residual_projection = True  # type: ignore[assignment]
     return linear
+
+
+def late_bias(linear: nn.Module, dropout: nn.Dropout) -> Tensor | None:
+    """The bias of `linear`, unless it has to be added at once: before a dropout, or inside another kind of layer."""
+    drops = dropout.training and dropout.p > 0
+    return linear.bias if type(linear) is nn.Linear and not drops else None
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -156,6 +181,21 @@ class Block(nn.Module):
         else:
             x = x + self.attn(self.ln_1(x), mask, cache, documents)
         return x + self.mlp(self.ln_2(x))
+
+    def between_norms(
+        self, x: Tensor, normed: Tensor, following: nn.LayerNorm, mask: Tensor | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """The result of `forward`, and `following` of it, so that a sum and the norm after it are one kernel.
+
+        Args:
+            normed: `ln_1(x)`.
+            following: the layer norm after this block.
+        """
+        bias = self.attn.late_bias()
+        branch = self.attn(normed, mask, None, documents, without_bias=bias is not None)
+        x, normed = residual_norm(x, branch, bias, self.ln_2)
+        bias = self.mlp.late_bias()
+        return residual_norm(x, self.mlp(normed, without_bias=bias is not None), bias, following)
 
 
 class GPTPreTrainedModel(PreTrainedModel):
@@ -193,6 +233,7 @@ class GPTModel(GPTPreTrainedModel):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.joins_norms = False  # call the blocks by `between_norms`
         self.post_init()
 
     def set_recompute(self, granularity: str | None, keep: Collection[int] = ()) -> None:
@@ -262,10 +303,17 @@ class GPTModel(GPTPreTrainedModel):
         x = self.drop(x + self.wpe(position_ids))
         if self.training and torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()  # with adapters: else the first block would be compiled apart from the others
-        for block in self.h:
-            x = block(x, mask, cache, documents)
+        blocks: Any = self.h
+        if self.joins_norms and cache is None:
+            normed = blocks[0].ln_1(x)
+            for block, following in zip(blocks, [*(later.ln_1 for later in blocks[1:]), self.ln_f], strict=True):
+                x, normed = block.between_norms(x, normed, following, mask, documents)
+        else:
+            for block in blocks:
+                x = block(x, mask, cache, documents)
+            normed = self.ln_f(x)
         returned: Any = cache if use_cache else None
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), cache=returned)
+        return BaseModelOutputWithPast(last_hidden_state=normed, cache=returned)
 
 
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):

@@ -63,9 +63,12 @@ def accelerate(
     is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
     obstacle = _graph_obstacle(device.type, is_local=is_local, uneven=uneven)
     is_graph_wanted = run.training.cuda_graphs is not False
+    is_captured = obstacle is None and is_graph_wanted
     # without a graph, checking for each block whether its code fits a length costs more time than compiling saves
-    default = not lengths_vary or (obstacle is None and is_graph_wanted)
-    is_compiled = _compile(run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary)
+    default = not lengths_vary or is_captured
+    is_compiled = _compile(
+        run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary, joins_norms=is_captured
+    )
     if obstacle is None and not is_compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and is_graph_wanted:
@@ -98,6 +101,7 @@ def _compile(
     *,
     default: bool,
     lengths_vary: bool,
+    joins_norms: bool,
 ) -> bool:
     """Compile blocks and loss as --torch_compile asks; unset, on a GPU where that is the `default`.
 
@@ -115,7 +119,7 @@ def _compile(
         obstacle = lengths_obstacle(model)
     if obstacle is None:
         fused = run.dims.pipeline == 1
-        compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary)
+        compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary, joins_norms=joins_norms)
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0 switches this off)")
         return True
     if wanted:

@@ -1,0 +1,145 @@
+"""The two passes of `residual_norm` as Triton kernels: a program holds whole rows, widths up to WIDEST."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gptlm.kernels.column_sum import add_parts, processors, stages
+
+
+def forward(
+    x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `residual_norm.summed_and_normed`; all tensors are contiguous."""
+    rows, width = x.shape
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    mean, scale = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    padded = triton.next_power_of_2(width)
+    _forward[(rows,)](
+        *(x, branch, x if branch_bias is None else branch_bias, weight, bias),
+        *(total, normed, mean, scale, eps),
+        WIDTH=width,
+        PADDED=padded,
+        BIAS=branch_bias is not None,
+        num_warps=4 if padded <= 2048 else 8,
+    )
+    return total, normed, mean, scale
+
+
+def backward(
+    normed_gradient: Tensor,
+    total_gradient: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `residual_norm.gradients`; all tensors are contiguous."""
+    rows, width = total.shape
+    device = total.get_device()
+    gradient = torch.empty_like(total)
+    padded = triton.next_power_of_2(width)
+    # measured on an H200: programs of a multiprocessor, rows of an iteration, warps of a program
+    programs, step, warps = (3, 2, 4) if padded <= 1024 else (1, max(1, 8192 // padded), 8)
+    programs *= processors(device)
+    parts = torch.empty(programs, 3 if with_bias else 2, width, dtype=torch.float32, device=total.device)
+    _backward[(programs,)](
+        *(normed_gradient, total_gradient, total, weight, mean, scale, gradient, parts, rows),
+        WIDTH=width,
+        PADDED=padded,
+        ROWS=step,
+        BIAS=with_bias,
+        STAGES=stages(device),
+        num_warps=warps,
+    )
+    return gradient, add_parts(parts, weight.dtype)
+
+
+@triton.jit
+def _forward(
+    x,
+    branch,
+    branch_bias,
+    weight,
+    bias,
+    total,
+    normed,
+    means,
+    scales,
+    eps,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    at = row * WIDTH + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    mean = tl.sum(value, 0) / WIDTH
+    centred = tl.where(inside, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    slope = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, (centred * scale * slope + shift).to(normed.dtype.element_ty), mask=inside)
+    tl.store(means + row, mean)
+    tl.store(scales + row, scale)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    normed_gradient,
+    total_gradient,
+    total,
+    weight,
+    means,
+    scales,
+    gradient,
+    parts,
+    rows,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    slope = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros([ROWS, PADDED], tl.float32)
+    bias_sum = tl.zeros([ROWS, PADDED], tl.float32)
+    branch_sum = tl.zeros([ROWS, PADDED], tl.float32)
+    for start in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & inside[None, :]
+        at = row.to(tl.int64) * WIDTH + column[None, :]
+        outer = tl.load(normed_gradient + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(total + at, mask=mask, other=0.0).to(tl.float32)
+        direct = tl.load(total_gradient + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(means + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        normal = tl.where(mask, (value - mean) * scale, 0.0)
+        weight_sum += outer * normal
+        bias_sum += outer
+        inner = outer * slope
+        along = tl.sum(inner * normal, 1, keep_dims=True) / WIDTH
+        constant = tl.sum(inner, 1, keep_dims=True) / WIDTH
+        result = ((inner - normal * along - constant) * scale + direct).to(gradient.dtype.element_ty)
+        tl.store(gradient + at, result, mask=mask)
+        if BIAS:
+            branch_sum += tl.where(mask, result.to(tl.float32), 0.0)
+    sums: tl.constexpr = 3 if BIAS else 2
+    place = parts + program * sums * WIDTH + column
+    tl.store(place, tl.sum(weight_sum, 0), mask=inside)
+    tl.store(place + WIDTH, tl.sum(bias_sum, 0), mask=inside)
+    if BIAS:
+        tl.store(place + 2 * WIDTH, tl.sum(branch_sum, 0), mask=inside)
