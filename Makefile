@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest
 
-.PHONY: help install test test-slow test-oldest demo lint format clean
+.PHONY: help install test test-slow test-oldest demo docs lint format clean
 help:
 	@echo "make demo       the complete workflow on text that every Python contains: tokenizer, data, pretraining, continuations"
 	@echo "make test       ruff, mypy and pytest (default and 2-4 process tests)"
 	@echo "make test-slow  larger parallel layouts and long runs"
 	@echo "make test-oldest  pytest with the oldest torch that pyproject.toml allows (a download of gigabytes)"
+	@echo "make docs       the documentation as a site in build/site"
 	@echo "make install    create $(VENV) and install"
 	@echo "make format     format the code with ruff"
 
@@ -38,6 +39,9 @@ test-oldest:
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,45 @@
+"""MkDocs hooks: files outside docs/, such as SECURITY.md, become pages of the site under their own links."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = {
+    "SECURITY.md": "project/security.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "benchmarks/README.md": "project/benchmarks.md",
+    "tests/golden/README.md": "project/golden.md",
+    "tests/fuzz/README.md": "project/fuzz.md",
+}
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files outside docs/."""
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that leave docs/ to the page of that file; a file without a page is named only."""
+    here = page.file.src_uri
+    original = next((source for source, name in OUTSIDE.items() if name == here), f"docs/{here}")
+
+    def changed(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(original), target))
+        if path.startswith("docs/"):
+            inside = path.removeprefix("docs/")
+        elif path in OUTSIDE:
+            inside = OUTSIDE[path]
+        else:
+            return text
+        return f"[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{anchor})"
+
+    return LINK.sub(changed, markdown)
