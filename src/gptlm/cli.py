@@ -1,7 +1,7 @@
 """`gptlm COMMAND ...`: parse, run, and turn errors into one sentence and an exit code.
 
-Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is wrong. Recipes are imported when they
-run, so that help, wrong arguments and --print_config import nothing heavy.
+Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is wrong, 128 + N signal N. Recipes are
+imported when they run, so that help, wrong arguments and --print_config import nothing heavy.
 """
 
 import atexit
@@ -39,14 +39,15 @@ from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
 from gptlm.data.corpora import parse_input
 from gptlm.errors import GptlmError, UsageError, flags_as_typed, printed
-from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, logged_in, report, without_debug
+from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, is_lost_process, logged_in, report, without_debug
 from gptlm.launcher.args import HELP as LAUNCH_HELP
 from gptlm.launcher.args import LAUNCH, check_cards, parse_launch
 from gptlm.launcher.script import split_command
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import check_connection, check_launcher, is_launched, rank, world_size
-from gptlm.streams import can_write_output, discard_output, open_standard_streams
+from gptlm.signals import Terminated, ending_on_signals
+from gptlm.streams import can_write_output, discard_output, open_standard_streams, require_utf8
 from gptlm.upstream.transformers import import_quickly
 
 # The interpreter's last garbage collection visits all that torch and transformers have made, for 1 to 3 s.
@@ -343,15 +344,18 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    _require_utf8()
+    require_utf8()
     open_standard_streams()
     quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else ""
     try:
-        code = _run(words)
-        sys.stdout.flush()
-        return code
+        with ending_on_signals(is_launched=is_launched()) as signals:
+            code = _run(words)
+            sys.stdout.flush()
+            return code
+    except Terminated as ended:
+        return ended.reported(name)
     except GptlmError as error:
         print(_with_prefix(name, printed(error)), file=sys.stderr)
         return error.exit_code
@@ -362,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return 141
     except Exception as error:  # a disk that fails, or a bug here or in a library
+        if signals.received is not None and is_lost_process(error):  # the signal has reached that one, too
+            return Terminated(signals.received).reported(name)
         debug = bool(os.environ.get(DEBUG_VARIABLE))
         if isinstance(error, OSError) and not error.filename and not can_write_output():
             error.filename = "standard output"
@@ -417,13 +423,6 @@ def hide_other_gpus(device: str, environment: MutableMapping[str, str]) -> None:
         visible = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         known = visible[int(index)] if int(index) < len(visible) else "-1"
         environment["CUDA_VISIBLE_DEVICES"] = known if visible else index
-
-
-def _require_utf8() -> None:
-    """Restart in Python's UTF-8 mode if the locale is not UTF-8: texts and paths are always UTF-8."""
-    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _versions() -> str:

@@ -57,7 +57,7 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
         requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         size = f" ({requested[1]} more were requested)" if requested else ""
         line = f"out of memory {stage}{size}; {MEMORY_ADVICE.get(command, 'free memory, or use a machine with more')}"
-    elif _is_lost_connection(error):
+    elif is_lost_process(error):
         line = f"another process of this run ended {stage}; its own error message has the cause"
     elif isinstance(error, OSError) and error.filename and error.strerror:
         line = f"{stage}: {error.filename}: {reason_of(error)}"
@@ -72,7 +72,7 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
     return f"{line}; {_write_traceback(error, command)}"
 
 
-def _is_lost_connection(error: Exception) -> bool:
+def is_lost_process(error: Exception) -> bool:
     """Whether communication failed because another process ended. A timeout has other messages."""
     text = str(error)
     gone = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError")

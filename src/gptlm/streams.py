@@ -5,6 +5,13 @@ import sys
 from typing import IO, Any
 
 
+def require_utf8() -> None:
+    """Restart in Python's UTF-8 mode if the locale is not UTF-8: texts and paths are always UTF-8."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def open_standard_streams() -> None:
     """Open the streams that are closed, so that no file gets their numbers, and print text that is not UTF-8 escaped.
 

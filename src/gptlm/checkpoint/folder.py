@@ -30,6 +30,7 @@ from gptlm.checksums import file_checksums
 from gptlm.disk import is_write_error, replacing, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 from gptlm.json_text import parse_json
+from gptlm.signals import held
 
 HISTORY = "trainer_state.json"
 RUN_FILE = "run.json"
@@ -237,7 +238,7 @@ def writing(path: Path, what: str, more: str = "earlier checkpoints are intact")
     Errors that are none of writing (memory, another process, another library's own checks) pass.
     """
     try:
-        with doing(f"saving {what}"):
+        with held(), doing(f"saving {what}"):
             yield
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_write_error(error):

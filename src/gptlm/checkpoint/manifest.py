@@ -34,6 +34,7 @@ class Manifest:
         settings: of the command, which change later updates.
         task: that wrote it; None: unknown.
         epoch_position: epoch, and samples of it that have been trained; None: not by epochs, or unknown.
+        evaluation_is_due: a signal ended the run before the evaluation of this step was finished.
         files: their sizes in bytes, by path in the folder.
         checksums: by the same paths; None: of a version that noted none.
     """
@@ -51,6 +52,7 @@ class Manifest:
     task: str | None
     epoch_position: list[int] | None
     steps_without_loss: int
+    evaluation_is_due: bool
     files: dict[str, int]
     checksums: dict[str, str] | None
 
@@ -104,6 +106,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _are(kind: type, value: Any) -> bool:
     return isinstance(value, dict) and all(type(entry) is kind for entry in value.values())
 
@@ -134,7 +140,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # whether it is v
     "consumed_samples": (_is_count, _COUNT, MISSING),
     "loss_sum": (_is_number, "a number", MISSING),
     "world_size": (_is_count, _COUNT, MISSING),
-    "weights_only": (lambda value: isinstance(value, bool), "true or false", MISSING),
+    "weights_only": (_is_flag, "true or false", MISSING),
     "loss_scale": (_is_loss_scale, f"null, or an object with the numbers {', '.join(LOSS_SCALE)}", MISSING),
     "layout": (_are_counts(3), "three whole numbers", [1, 1, 1]),
     "order": (lambda value: isinstance(value, dict), _OBJECT, {}),
@@ -142,5 +148,6 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # whether it is v
     "task": (lambda value: value is None or isinstance(value, str), "a text", None),
     "epoch_position": (lambda value: value is None or _are_counts(2)(value), "two whole numbers", None),
     "steps_without_loss": (_is_count, _COUNT, 0),
+    "evaluation_is_due": (_is_flag, "true or false", False),
     "files": (_are_files, "sizes by paths inside the folder", MISSING),
 }

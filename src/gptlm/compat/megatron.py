@@ -28,6 +28,7 @@ RENAMED = {
     "log_interval": "logging_steps",
     "save": "output_dir",
     "save_interval": "save_steps",
+    "exit_signal_handler": "save_on_signal",
     "tensorboard_dir": "logging_dir",
     "lr": "learning_rate",
     "min_lr": "min_learning_rate",

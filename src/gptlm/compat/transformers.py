@@ -31,6 +31,7 @@ TRAINING_RENAMED = {
     "num_warmup_steps": "warmup_steps",
     "checkpointing_steps": "save_steps",
     "save_only_model": "ignore_save_lr_and_optim",
+    "enable_jit_checkpoint": "save_on_signal",
 }
 
 # An alias that sets other arguments for some of its values: value -> our arguments; a bare switch is "true".
@@ -147,7 +148,6 @@ TRAINING_REFUSED: Refused = {
     "auto_find_batch_size": (OFF, "it is not implemented; gptlm plan shows which micro-batch size fits"),
     "logging_strategy": (("", "steps"), "log lines come every --logging_steps; trackers are set with --report_to"),
     "eval_delay": (NONE_OR_ZERO, "a delayed first evaluation is not implemented; use --eval_steps"),
-    "enable_jit_checkpoint": (OFF, "a checkpoint at SIGTERM is not implemented; use --save_steps"),
     "push_to_hub": (OFF, NO_UPLOAD),
     "full_determinism": (OFF, "CPU runs are deterministic; deterministic GPU kernels are not implemented"),
     "accelerator_config": (EMPTY, "batches are split in one way; give the batch sizes"),

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from gptlm.errors import GptlmError
+from gptlm.signals import held
 
 ITEMS_AHEAD = 4  # items in flight per worker; bounds memory however many there are
 SECONDS_BETWEEN_REPORTS = 0.5
@@ -86,7 +87,7 @@ class Workers(Generic[Item, Result]):
             target=_serve, args=(theirs, self._function, self._on_report is not None), daemon=True
         )
         ensure_running()  # otherwise process.start() starts it, which unblocks Ctrl-C
-        with _interrupts_deferred(), _main_hidden():
+        with held(), _interrupts_deferred(), _main_hidden():
             process.start()
         self._processes.append(process)
         theirs.close()  # so that the pipe closes with the worker

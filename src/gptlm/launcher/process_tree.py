@@ -31,7 +31,7 @@ def signals_noted() -> Iterator[list[int]]:
 @contextmanager
 def no_process_left() -> Iterator[None]:
     """At the end, terminate all processes that were started inside, at any depth (Linux only)."""
-    before = _children()
+    before = children_of(os.getpid())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # an orphan becomes our child, so none is missed
     try:
         yield
@@ -55,7 +55,7 @@ def _end_children(number: int, *, spared: set[int]) -> None:
     """Send `number` to each child once, orphans that become ours included; wait until all have ended."""
     signalled = set(spared)
     deadline = time.monotonic() + GRACE_PERIOD
-    while (left := _children() - spared) and time.monotonic() < deadline:
+    while (left := children_of(os.getpid()) - spared) and time.monotonic() < deadline:
         for process in left - signalled:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -63,13 +63,13 @@ def _end_children(number: int, *, spared: set[int]) -> None:
         time.sleep(0.02)
 
 
-def _children() -> set[int]:
-    """Our living children, without zombies."""
+def children_of(process: int) -> set[int]:
+    """Living children of `process`, without zombies."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             # "PID (NAME) STATE PARENT ..."; the name may hold blanks and parentheses
             state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
+            if int(parent) == process and state != "Z":
                 found.add(int(stat.parent.name))
     return found

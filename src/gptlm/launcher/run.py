@@ -14,9 +14,11 @@ from typing import BinaryIO
 
 from gptlm.errors import GptlmError, named
 from gptlm.launcher.args import LaunchPlan
-from gptlm.launcher.process_tree import no_process_left, signals_noted, terminate_with_parent
+from gptlm.launcher.process_tree import children_of, no_process_left, signals_noted, terminate_with_parent
+from gptlm.signals import EXIT_CODES, TOGETHER
 
 POLL_INTERVAL = 0.1  # seconds
+SECONDS_TO_END = 300  # for ranks that got a signal: they save a checkpoint
 SHOWN_LINES = 15  # last lines of a failed rank's output
 TAIL_BYTES = 1 << 16  # searched for them
 # torchrun's report of the rank that failed first
@@ -121,20 +123,35 @@ def _run_torchrun(
             start_new_session=True,  # else the terminal's Ctrl-C would reach the ranks a second time
             preexec_fn=terminate_with_parent,
         )
-    forwarded = 0
+    forwarded, first = 0, 0.0
     while torchrun.poll() is None:
         for output in outputs:
             output.copy()
         if len(signals) > forwarded:
             number = signals[forwarded]
-            if forwarded == 0:  # torchrun sends it to each rank
-                _log(f"{signal.Signals(number).name}: forwarded to all ranks, which have 30 seconds to end")
-                torchrun.send_signal(number)
-            elif number == signal.SIGINT:  # a second Ctrl-C does not wait
+            if forwarded == 0:
+                first = time.monotonic()
+                _log(f"{signal.Signals(number).name}: forwarded to all ranks, which have {SECONDS_TO_END} s to end")
+                _forward(torchrun, number, plan.processes)
+            elif number == signal.SIGINT or time.monotonic() - first > TOGETHER:  # a second one does not wait
                 torchrun.kill()
             forwarded += 1
+        if forwarded and time.monotonic() - first > SECONDS_TO_END:
+            _log(f"ranks that have not ended {SECONDS_TO_END} s after the signal are killed")
+            torchrun.kill()
         time.sleep(POLL_INTERVAL)
     return torchrun.returncode
+
+
+def _forward(torchrun: subprocess.Popen, number: int, processes: int) -> None:
+    """Send signal `number` to each rank, or to torchrun, which kills ranks 30 s later, if it has not started all."""
+    ranks = children_of(torchrun.pid)
+    if len(ranks) != processes:
+        torchrun.send_signal(number)
+        return
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, number)
 
 
 def _report_failure(report: str, code: int, outputs: list[RankOutput]) -> int:
@@ -147,6 +164,10 @@ def _report_failure(report: str, code: int, outputs: list[RankOutput]) -> int:
     else:
         rank, local_rank, code = map(int, found.groups())
         output = outputs[local_rank]
+        if code in EXIT_CODES:
+            name = signal.Signals(EXIT_CODES[code]).name
+            _log(f"rank {rank} was ended by {name}, and the other ranks with it; its output is in {output.path}")
+            return code
         _log(
             f"error: rank {rank} failed with {_cause(code)}, the other ranks were terminated; its output is in "
             f"{output.path}, the last lines are\n{_last_lines(output.tail())}"

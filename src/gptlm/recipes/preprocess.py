@@ -3,10 +3,8 @@
 import hashlib
 import json
 import logging
-import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,8 +39,6 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         GptlmError: if input, tokenizer or disk fail; no file has its final name then.
     """
     start_logging(main_process=True)
-    if threading.current_thread() is threading.main_thread():  # sent by batch systems: clean up as for Ctrl-C
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for note in job.notes:
         logger.info("%s", note)
     arguments = job.arguments

@@ -10,11 +10,11 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerState
 from transformers.integrations.deepspeed import deepspeed_init
 from transformers.integrations.neftune import deactivate_neftune
@@ -23,7 +23,9 @@ from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from gptlm.checkpoint import folder as checkpoint
+from gptlm.checkpoint.manifest import Manifest
 from gptlm.errors import GptlmError
+from gptlm.signals import Terminated, held, installed, not_held
 from gptlm.training.grad_sync import offload_error
 from gptlm.training.metrics.loss import TrainLoss
 from gptlm.training.step import Inputs, TrainingStep
@@ -43,10 +45,21 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
 
     Raises:
         GptlmError: for a NaN or infinite loss, or gradients that overflow at the lowest loss scale.
+        Terminated: after a signal to the command, with a checkpoint of the step (see `SignalStop`).
     """
+    with not_held():
+        manifest = trainer.checkpointer.read(Path(resume_from)) if resume_from else None
+        step, begun = _start(trainer, resume_from, manifest, trial, ignore_keys)
+    with held():
+        return _run(trainer, step, manifest, begun, trial, ignore_keys)
+
+
+def _start(
+    trainer: Any, resume_from: str | None, manifest: Manifest | None, trial: Any, ignore_keys: list[str] | None
+) -> tuple[TrainingStep, float]:
+    """Everything before the first step; returns the step, and the time when training began."""
     args = trainer.args
     trainer.accelerator.free_memory()
-    manifest = trainer.checkpointer.read(Path(resume_from)) if resume_from else None
     max_steps = trainer.start_progress(manifest)
     progress = trainer.progress
     trainer.state = _initial_state(trainer, resume_from, max_steps, trial)
@@ -61,7 +74,6 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
     state, begun = trainer.state, time.time()
     trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen  # `log` of the stock Trainer reads it
     trainer.train_loss = TrainLoss(args.device, manifest)
-    last_logged = progress.start_step
     step.grad_sync.zero_grad()
     trainer.fire("on_train_begin")
     torch.manual_seed(trainer.dropout_seed)  # else all replicas would draw the same dropout masks
@@ -72,13 +84,34 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
     trainer.fire("on_epoch_begin")
     if resume_from is not None:
         trainer.checkpointer.load_rng_state(Path(resume_from), trainer.dropout_seed)
-    batches = iter(dataloader)
+    return step, begun
+
+
+def _run(
+    trainer: Any,
+    step: TrainingStep,
+    manifest: Manifest | None,
+    begun: float,
+    trial: Any,
+    ignore_keys: list[str] | None,
+) -> TrainOutput:
+    state, progress, stop = trainer.state, trainer.progress, trainer.stop
+    last_logged, max_steps = progress.start_step, state.max_steps
+    if manifest and manifest.evaluation_is_due:  # a signal ended the run before this evaluation was finished
+        trainer.control.should_evaluate = trainer.control.should_save = True
+        last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
+        if stop.number is not None:
+            _end_by_signal(trainer, last_logged)
+    batches = iter(trainer.callback_handler.train_dataloader)
     while state.global_step < max_steps:
         micro_batches = _next_batches(trainer, batches)
         if not micro_batches:
             logger.warning("the training data ended at step %d of %d", state.global_step, max_steps)
             break
-        step(micro_batches, count_targets(trainer, micro_batches), trainer.train_loss.pending)
+        # compiling takes a while, and there is nothing to save; of several processes all end at the same step
+        is_first = state.global_step == progress.start_step and trainer.args.world_size == 1
+        with not_held() if is_first else nullcontext():
+            step(micro_batches, count_targets(trainer, micro_batches), trainer.train_loss.pending)
         state.global_step += 1
         done = state.global_step - progress.start_step
         state.epoch = progress.passes(done)
@@ -86,13 +119,16 @@ def train(trainer: Any, resume_from: str | None, trial: Any, ignore_keys: list[s
             trainer.current_flos += float(trainer.floating_point_ops(inputs))
             trainer._track_num_input_tokens(inputs)
         trainer.fire("on_step_end")
+        stop.look()
         last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
         is_last = state.global_step >= max_steps or trainer.control.should_training_stop
         if progress.is_epoch_end(done) or is_last or trainer.control.should_epoch_stop:
             trainer.fire("on_epoch_end")
             last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
-            if not is_last:
+            if not is_last and stop.number is None:
                 trainer.fire("on_epoch_begin")
+        if stop.number is not None:
+            _end_by_signal(trainer, last_logged)
         if is_last or trainer.control.should_training_stop:
             break
     return _finish(trainer, begun, last_logged)
@@ -187,27 +223,32 @@ def _next_batches(trainer: Any, batches: Iterator[Inputs]) -> list[Inputs]:
 def count_targets(trainer: Any, micro_batches: list[Inputs]) -> torch.Tensor | None:
     """Targets of a step on all processes, a tensor on the device; None where batches have no labels.
 
+    The signals that the processes have received are shared with it.
+
     Counted before the copy to the device, so that nothing waits for it.
     """
     counts = []
     for batch in micro_batches:
         targets = batch["shift_labels"] if "shift_labels" in batch else batch.get("labels")
         if targets is None:
+            trainer.stop.share(0)
             return None
         shifted = targets if "shift_labels" in batch else targets[..., 1:]  # `labels` alone are shifted in the model
         counts.append(int((shifted != -100).sum()))
-    total = torch.full((), sum(counts), dtype=torch.int64, device=trainer.args.device)
-    if trainer.args.world_size > 1:
-        dist.all_reduce(total)
-    return total
+    return trainer.stop.share(sum(counts))
 
 
 def _log_evaluate_save(
     trainer: Any, step: TrainingStep, last_logged: int, begun: float, trial: Any, ignore_keys: list[str] | None
 ) -> int:
-    """What `trainer.control` asks for after a step; returns the last logged step."""
-    control, state, loss = trainer.control, trainer.state, trainer.train_loss
+    """What `trainer.control` asks for after a step; returns the last logged step.
+
+    After a signal no evaluation is begun or finished: a checkpoint notes that it is due.
+    """
+    control, state, loss, stop = trainer.control, trainer.state, trainer.train_loss, trainer.stop
     pending = None
+    if stop.number is not None and control.should_evaluate:
+        control.should_evaluate, stop.evaluation_is_due = False, True
     if control.should_log or control.should_save:
         pending = _mean_of_processes(trainer, loss.pending)  # waits for the device
         loss.look(pending)
@@ -224,16 +265,56 @@ def _log_evaluate_save(
         last_logged = state.global_step
         trainer.store_flos()
         trainer.log(logs, begun)
-    if trainer.control.should_evaluate:
-        metrics = trainer._evaluate(trial, ignore_keys)
+    is_long = trainer.control.should_evaluate or trainer.control.should_save
+    if trainer.control.should_evaluate and (metrics := _evaluate(trainer, trial, ignore_keys)) is not None:
         is_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_best
     if trainer.control.should_save:
-        trainer.save_checkpoint()
-        trainer.fire("on_save")
+        _save(trainer)
+    if is_long:
+        stop.agree()
     trainer.throughput.exclude(time.perf_counter() - started)
     return last_logged
+
+
+def _evaluate(trainer: Any, trial: Any, ignore_keys: list[str] | None) -> dict[str, float] | None:
+    """The metrics; None if a signal has ended the evaluation."""
+    # ZeRO stage 3 has to put gathered weights back, and several processes have to agree: they end between two batches
+    is_alone = trainer.args.world_size == 1 and not trainer.is_deepspeed_enabled
+    try:
+        with not_held() if is_alone else nullcontext():
+            return trainer._evaluate(trial, ignore_keys)
+    except Terminated as ended:
+        handler = installed()
+        if handler is not None:
+            handler.is_ending = False  # the run is saved first
+        trainer.stop.number, trainer.stop.evaluation_is_due = ended.number, True
+        trainer.control.should_evaluate = False
+        return None
+
+
+def _end_by_signal(trainer: Any, last_logged: int) -> NoReturn:
+    """Save a checkpoint of this step, if that is asked for and not done yet; raises Terminated."""
+    stop, step = trainer.stop, trainer.state.global_step
+    if stop.saves and stop.saved != (step, stop.evaluation_is_due):
+        pending = _mean_of_processes(trainer, trainer.train_loss.pending)
+        trainer.train_loss.look(pending)
+        _check_loss(trainer, pending, last_logged)
+        _save(trainer)
+    trainer.runner.close()
+    trainer.fire("on_train_end")
+    if not stop.saves:
+        raise stop.ended(f" after step {step}, without a checkpoint of it (save_on_signal 0)")
+    folder = Path(trainer.args.output_dir or "") / f"checkpoint-{step}"
+    use = "holds its weights" if trainer.args.save_only_model else "is where the same command resumes"
+    raise stop.ended(f" after step {step}; {folder} {use}")
+
+
+def _save(trainer: Any) -> None:
+    trainer.save_checkpoint()
+    trainer.stop.saved = (trainer.state.global_step, trainer.stop.evaluation_is_due)
+    trainer.fire("on_save")
 
 
 def _mean_of_processes(trainer: Any, value: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ What happens to a batch is in step.py, the loop around it in loop.py. The traine
     progress       where the run is in its data                        progress.py
     metrics        what an evaluation computes                         metrics/loss.py, metrics/responses.py
     run_log        what a log line holds                               metrics/run_log.py
+    stop           at which step a signal ends the run                 stop.py
 
 Overridden, and why (tests/training/test_trainer.py compares the signatures with the installed transformers):
 
@@ -43,6 +44,7 @@ from gptlm.data.collate import FilledCollator, collate_samples, mask_is_needless
 from gptlm.data.epochs import Epochs, Filled, Size, steps_left
 from gptlm.errors import GptlmError
 from gptlm.parallel.process_groups import Mesh
+from gptlm.signals import survive_first
 from gptlm.training import loop
 from gptlm.training.callbacks import PlainProgress, ProgressBar
 from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
@@ -56,6 +58,7 @@ from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, M
 from gptlm.training.progress import EpochProgress, SequentialProgress, position_of
 from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.step import EagerStep, Inputs, to_device
+from gptlm.training.stop import SignalStop
 from gptlm.upstream.transformers import use_one_gpu
 
 # Arguments that the stock Trainer reads in methods which are replaced here, and the values that need none of them.
@@ -95,6 +98,7 @@ class GPTTrainer(Trainer):
     Args:
         schedule: learning rate by update; None: the one of `args`.
         mesh: process groups where several processes share a replica of the model.
+        save_on_signal: whether a signal saves a checkpoint, inside `gptlm.signals.ending_on_signals()`.
 
     Raises:
         GptlmError: for a value of `args` that has no effect here, see `ACCEPTED`.
@@ -117,6 +121,7 @@ class GPTTrainer(Trainer):
         run_log: RunLog | None = None,
         schedule: Schedule | None = None,
         mesh: Mesh | None = None,
+        save_on_signal: bool = True,
         data_collator: Callable | None = None,
         **kwargs: Any,
     ):
@@ -146,6 +151,7 @@ class GPTTrainer(Trainer):
         self.run_log = run_log or RunLog()
         self.throughput = self.run_log.start_clock(self.args.world_size)
         self.train_loss = TrainLoss(self.args.device, None)
+        self.stop = SignalStop(self.args.world_size, self.args.device, saves=save_on_signal)
         self.is_zero_loss_logged = False
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -330,6 +336,7 @@ class GPTTrainer(Trainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
             persistent_workers=self.args.dataloader_persistent_workers,
             multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            worker_init_fn=survive_first,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             # its own generator: else the loader draws from the global one and shifts dropout after a resume
             generator=torch.Generator().manual_seed(self.args.seed),
@@ -338,6 +345,7 @@ class GPTTrainer(Trainer):
     # Evaluation -------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self.stop.end_evaluation()
         if not self.has_own_metrics or self.compute_loss_func is not None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self.inputs_on_device(inputs)
@@ -376,6 +384,7 @@ class GPTTrainer(Trainer):
             **self.progress.manifest(self.steps_done),
             "loss_sum": self.train_loss.run_sum,
             "steps_without_loss": self.train_loss.steps_without_loss,
+            "evaluation_is_due": self.stop.evaluation_is_due,
             "global_batch_size": self.samples_per_step,
         }
         self.checkpointer.save(self.state, self.optimizer, self.lr_scheduler, self.loss_scale, fields)

@@ -215,6 +215,9 @@ class TrainingArguments:
     save_steps: float = arg(
         500, "checkpoint interval; below 1: fraction of max_steps", check=bad_interval, unit="steps"
     )
+    save_on_signal: bool = arg(
+        True, "SIGTERM and SIGHUP save a checkpoint before they end the run; 0: they end it after the step"
+    )
     save_total_limit: int | None = arg(None, "maximum number of checkpoints to keep; unset: all", ge=1)
     load_best_model_at_end: bool = arg(False, "load the best checkpoint at the end of training")
     metric_for_best_model: str | None = arg(None, "metric of the best checkpoint; unset: loss")

@@ -20,6 +20,7 @@ from gptlm.errors import GptlmError, named
 from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
+from gptlm.signals import held
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +59,15 @@ def lock_output(run: Run) -> Iterator[None]:
     output_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output_dir / ".lock", blocking=False)
     try:
-        lock.acquire()
-    except Timeout:
-        raise GptlmError(
-            f"another run is writing into {output_dir}; wait until it ends, or give another --output_dir"
-        ) from None
-    except (NotImplementedError, OSError) as error:
-        logger.warning("%s cannot be locked (%s): start no second run there", output_dir, error)
-    try:
+        try:
+            with held():  # a signal does not come between locking and knowing of it
+                lock.acquire()
+        except Timeout:
+            raise GptlmError(
+                f"another run is writing into {output_dir}; wait until it ends, or give another --output_dir"
+            ) from None
+        except (NotImplementedError, OSError) as error:
+            logger.warning("%s cannot be locked (%s): start no second run there", output_dir, error)
         yield
     finally:
         if lock.is_locked:

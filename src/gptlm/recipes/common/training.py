@@ -42,6 +42,7 @@ from gptlm.recipes.common.resume import (
     settings,
 )
 from gptlm.recipes.common.training_args import hf_arguments, tracker_callbacks
+from gptlm.signals import held
 from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
 from gptlm.training.lr_schedule import Schedule
@@ -145,6 +146,7 @@ def build_trainer(
         args=job.arguments,
         callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
         mesh=job.mesh,
+        save_on_signal=training.save_on_signal,
         weights=make_weights(run, job),
         grad_sync=make_grad_sync(run, job, is_flat=acceleration.flat_grad_sync),
         runner=make_runner(run, job, use_cuda_graph=acceleration.cuda_graph),
@@ -250,8 +252,9 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
-        result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
-    trainer.checkpointer.save_final()
+        with held():  # not between the last step and the final model
+            result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
+            trainer.checkpointer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
