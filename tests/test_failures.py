@@ -10,7 +10,6 @@ import sys
 import tempfile
 
 import filelock
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -98,7 +97,7 @@ CASES = {
         *LAYER,
         "while scoring",
     ),
-    "data": ("check data/text", np, "memmap", "while running gptlm data"),
+    "data": ("check data/text", os, "pread", "while running gptlm data"),
     "plan": ("--model_name_or_path gpt2-medium-en --num_gpus 2", shlex, "join", "while running gptlm plan"),
     "launch": ("--nproc_per_node 2 --log_dir OUT -m x", subprocess, "Popen", "while running gptlm launch"),
     "demo": ("--output_dir OUT", ast, "walk", "while running gptlm demo"),

@@ -30,8 +30,6 @@ def check_launcher(environment: MutableMapping[str, str]) -> None:
     world, rank = launched_processes(environment), _number(environment, "RANK")
     if world == 0:
         raise UsageError("WORLD_SIZE in the environment is 0; launchers set it to the number of processes, at least 1")
-    if rank is not None and world is None:
-        raise UsageError(f"RANK is {rank} in the environment, WORLD_SIZE is not set; unset RANK, or use a launcher")
     if rank is not None and world is not None and rank >= world:
         raise UsageError(f"RANK is {rank} in the environment, WORLD_SIZE {world}; the ranks are 0 to {world - 1}")
     local, here = _number(environment, "LOCAL_RANK"), _processes_here(environment)
@@ -54,7 +52,7 @@ def check_connection(environment: Mapping[str, str]) -> None:
     given = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
     if given == ["WORLD_SIZE"] and launched_processes(environment) == 1:
         return
-    missing = [name for name in (*given, "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if given and missing:
         raise UsageError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set in the environment, "

@@ -50,7 +50,7 @@ def test_documents_come_back(tmp_path, layout):
     assert [tokens.get(i).tolist() for i in range(len(tokens))] == [[7], [1, 2, 3], [9, 9]]
     assert tokens.get(1, 1).tolist() == [2, 3] and tokens.get(1, 1, 1).tolist() == [2]
     assert tokens.document_starts.tolist() == [0, 1, 2, 3]
-    assert id_range(tokens) == (0, 9)
+    assert id_range(tokens.tokens) == (0, 9)
 
 
 @pytest.mark.parametrize(

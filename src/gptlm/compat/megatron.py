@@ -83,7 +83,7 @@ IGNORED = {
     "dataloader_type": "samples are read in the order of the sample index",
     "data_impl": FORMAT,
     "dataset_impl": FORMAT,
-    "mmap_warmup": "files are memory-mapped and read as needed",
+    "mmap_warmup": "files are read as needed",
     "use_external_dataset": "samples are read in Megatron's order anyway",
     "merge_file": "the tokenizer recorded with the token files is used",
     "tokenizer_type": "the tokenizer recorded with the token files is used",

@@ -56,7 +56,7 @@ PRETRAIN_IGNORED = {
     "pp_recompute_interval": "every layer is recomputed, see --no_recompute_layers",
     "transformer_engine_backend": "Transformer Engine layers are not used",
     "te_init_weight_path": "Transformer Engine layers are not used",
-    "data_impl": "the format is detected; files are always memory-mapped",
+    "data_impl": "the format is detected; files are read as needed",
     "skip_warmup": "files are memory-mapped and read as needed",
     "distributed_dataloader": "each process reads its own samples from memory-mapped files",
     "unified_checkpoint": CHECKPOINT,

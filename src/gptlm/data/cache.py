@@ -28,7 +28,7 @@ class IndexCache:
         self.folders = [Path(folder) for folder in folders]
 
     def load_or_build(self, what: dict, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays described by `what`, memory-mapped from the cache or built (and kept) now.
+        """The arrays described by `what`, read from the cache or built (and kept) now.
 
         Without folders everything is built and nothing is kept.
         """
@@ -78,7 +78,7 @@ def _load(folder: Path, name: str, what: dict) -> Arrays | None:
 def _load_array(path: Path, arrays: list | dict) -> np.ndarray:
     """One array, of the type and shape in the description (entries of older versions list names only)."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, allow_pickle=False)  # not a mapping, see token_file.py
     except (EOFError, ValueError):  # numpy takes damaged files for pickles and tells how to load those
         raise ValueError(f"{path.name} ({path.stat().st_size:,} bytes) is not an array file") from None
     if not isinstance(array, np.ndarray):

@@ -163,7 +163,7 @@ def id_range_of(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
         if stamp <= metadata_path(tokens.prefix).stat().st_mtime_ns:  # else the tokens were changed since
             return 0, facts["max_id"]
     what = {"id_range": str(tokens.path.resolve()), "tokens": len(tokens.tokens), "stamp": stamp}
-    low, high = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens), np.int64)})["range"]
+    low, high = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens.tokens), np.int64)})["range"]
     return int(low), int(high)
 
 

@@ -1,8 +1,9 @@
 """Token files: Megatron's `.bin/.idx` (MMIDIDX, and TNTIDX of `lazy` and `cached`), PaddleNLP's `_ids.npy/_idx.npz`,
 and its older single `_ids.npz`.
 
-All contain the ids of all tokens back to back, and the length of each sequence. The ids are memory-mapped, except from
-the single .npz. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP `paddlenlp/data`.
+All contain the ids of all tokens back to back, and the length of each sequence. Ids are read as they are needed, except
+from the single .npz; the index is in memory. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP
+`paddlenlp/data`.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gptlm.data.numpy_files import AGAIN, check_npy, load_npz
+from gptlm.data.token_file import Ids, TokenFile
 from gptlm.errors import GptlmError, reason_of
 from gptlm.json_text import parse_json
 
@@ -40,7 +42,7 @@ class IndexedTokens:
     Attributes:
         prefix: the path without suffix, as the user gave it.
         path: the file with the ids.
-        tokens: (total,) memory-mapped ids of dtype uint8, int8, int16, uint16, int32 or int64.
+        tokens: (total,) ids of dtype uint8, int8, int16, uint16, int32 or int64.
         sizes: (n,) int32, tokens of each sequence. Sequences are shuffled and split, as in the originals; a document
             is one sequence unless it was preprocessed sentence by sentence.
         starts: (n,) int64, index into `tokens` of each sequence's first token.
@@ -49,7 +51,7 @@ class IndexedTokens:
 
     prefix: str
     path: Path
-    tokens: np.ndarray
+    tokens: Ids
     sizes: np.ndarray
     starts: np.ndarray
     document_starts: np.ndarray
@@ -58,7 +60,7 @@ class IndexedTokens:
         return len(self.sizes)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """View of the tokens [offset, offset + length) of one sequence; `length` None means to its end."""
+        """The tokens [offset, offset + length) of one sequence; `length` None means to its end."""
         start = int(self.starts[sequence]) + offset
         rest = int(self.sizes[sequence]) - offset
         return self.tokens[start : start + (rest if length is None else min(length, rest))]
@@ -88,14 +90,14 @@ def _open_bin(prefix: str) -> IndexedTokens:
     parse, start = (_parse_tnt, TNT_START) if magic.startswith(TNT_MAGIC) else (_parse_mmap, START)
     if (size := index_path.stat().st_size) < start:
         raise GptlmError(f"{index_path} is {size} bytes long, an index has at least {start}; {AGAIN}")
-    dtype, sizes, starts, documents = parse(index_path, np.memmap(index_path, dtype=np.uint8, mode="r"))
+    dtype, sizes, starts, documents = parse(index_path, np.fromfile(index_path, np.uint8))
     expected, found = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, tokens_path.stat().st_size
     if expected != found:
         raise GptlmError(
             f"{tokens_path} is {found} bytes long, {index_path} describes {expected}: "
             f"the pair is not of one run or was cut short; {AGAIN}"
         )
-    tokens = np.memmap(tokens_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
+    tokens = TokenFile(tokens_path, dtype, 0, found // dtype.itemsize)
     return IndexedTokens(prefix, tokens_path, tokens, sizes, starts, documents)
 
 
@@ -125,7 +127,7 @@ def _parse_mmap(path: Path, raw: np.ndarray) -> Index:
     starts = sequence_starts(sizes)
     if not np.array_equal(starts * dtype.itemsize, pointers):
         raise GptlmError(f"{path}: the byte pointers are not the running sum of the lengths; {AGAIN}")
-    return dtype, sizes, starts, documents
+    return dtype, sizes.copy(), starts, documents.copy()  # without the pointers
 
 
 def _parse_tnt(path: Path, raw: np.ndarray) -> Index:
@@ -145,7 +147,7 @@ def _parse_tnt(path: Path, raw: np.ndarray) -> Index:
     starts = sequence_starts(sizes)
     if not np.array_equal(starts, offsets[:-1]):
         raise GptlmError(f"{path}: the offsets are not the running sum of the lengths; {AGAIN}")
-    return dtype, sizes, starts, documents
+    return dtype, sizes, starts, documents.copy()
 
 
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype:
@@ -162,8 +164,11 @@ def _open_npy(prefix: str) -> IndexedTokens:
     _require(tokens_path, index_path)
     try:
         with tokens_path.open("rb") as file:
-            check_npy(file, tokens_path.stat().st_size)
-        tokens = np.load(tokens_path, mmap_mode="r", allow_pickle=False)
+            first, shape, dtype = check_npy(file, tokens_path.stat().st_size)
+        _check_ids(tokens_path, shape, dtype)
+        tokens = TokenFile(tokens_path, dtype, first, shape[0])
+    except GptlmError:
+        raise
     except (ValueError, OSError, EOFError) as error:
         raise GptlmError(f"{tokens_path} is not a whole .npy file: {reason_of(error)}; {AGAIN}") from error
     sizes, documents = load_npz(index_path, "lens", "docs")
@@ -174,14 +179,13 @@ def _open_npz(prefix: str) -> IndexedTokens:
     """PaddleNLP's oldest form: `ids` and `lens` in one archive, which has to be read whole."""
     path = Path(f"{prefix}_ids.npz")
     tokens, sizes = load_npz(path, "ids", "lens")
+    _check_ids(path, tokens.shape, tokens.dtype)
     return _from_arrays(prefix, path, path, tokens, sizes.astype(np.int32), np.arange(len(sizes) + 1))
 
 
 def _from_arrays(
-    prefix: str, tokens_path: Path, index_path: Path, tokens: np.ndarray, sizes: np.ndarray, documents: np.ndarray
+    prefix: str, tokens_path: Path, index_path: Path, tokens: Ids, sizes: np.ndarray, documents: np.ndarray
 ) -> IndexedTokens:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise GptlmError(f"{tokens_path}: a {tokens.dtype} array of shape {tokens.shape}; expected 1-D integers")
     if sizes.dtype != np.int32 or sizes.ndim != 1:
         raise GptlmError(f"{index_path}: 'lens' is {sizes.dtype} of shape {sizes.shape}; expected 1-D int32")
     if documents.ndim != 1 or documents.dtype.kind not in "iu":
@@ -193,6 +197,11 @@ def _from_arrays(
             f"the pair is not of one run; {AGAIN}"
         )
     return IndexedTokens(prefix, tokens_path, tokens, sizes, sequence_starts(sizes), documents.astype(np.int64))
+
+
+def _check_ids(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise GptlmError(f"{path}: a {dtype} array of shape {shape}; expected 1-D integers")
 
 
 def _require(*paths: Path) -> None:
@@ -239,11 +248,11 @@ def sequence_starts(sizes: np.ndarray) -> np.ndarray:
     return starts
 
 
-def id_range(tokens: IndexedTokens) -> tuple[int, int]:
-    """Lowest and highest id of the corpus, from one pass over all of it; (0, -1) when it is empty."""
+def id_range(ids: Ids) -> tuple[int, int]:
+    """Lowest and highest of `ids`, from one pass over all of them; (0, -1) if there are none."""
     low, high = 0, -1
-    for start in range(0, len(tokens.tokens), SCAN_TOKENS):
-        piece = tokens.tokens[start : start + SCAN_TOKENS]
+    for start in range(0, len(ids), SCAN_TOKENS):
+        piece = ids[start : start + SCAN_TOKENS]
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
     return low, high
 

@@ -15,8 +15,11 @@ LARGE, RATIO = 1 << 28, 100  # bytes of an array, and how many times smaller com
 READERS = {(1, 0): (2, npy.read_array_header_1_0), (2, 0): (4, npy.read_array_header_2_0)}
 
 
-def check_npy(file: IO[bytes], size: int) -> None:
+def check_npy(file: IO[bytes], size: int) -> tuple[int, tuple[int, ...], np.dtype]:
     """Check the header of the .npy file of `size` bytes that `file` is at the start of.
+
+    Returns:
+        The place of the first value in bytes, the shape and the dtype.
 
     Raises:
         ValueError: if it is damaged or its shape does not fit `size`.
@@ -40,6 +43,7 @@ def check_npy(file: IO[bytes], size: int) -> None:
         raise ValueError("it holds Python objects")
     if values < 0 or 8 + width + length + values * dtype.itemsize > size:
         raise ValueError(f"it has {size:,} bytes, too few for the shape {shape} of {dtype} in its header")
+    return 8 + width + length, shape, dtype
 
 
 def load_npz(path: Path, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:

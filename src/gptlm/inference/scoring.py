@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptlm.data.token_file import Ids
 from gptlm.model.build import check_finite
 from gptlm.model.gpt import GPTLMHeadModel
 
 BATCH_TOKENS = 16384  # with padding, of a batch without a given number of rows: enough to fill a GPU
 IN_FLIGHT = 2  # batches that are started before the results of the first one are read
 
-Tokens = Sequence[int] | np.ndarray
+Tokens = Sequence[int] | Ids
 
 
 @dataclass(frozen=True)

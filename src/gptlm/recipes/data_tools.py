@@ -61,7 +61,7 @@ def check(arguments: PrefixArguments) -> None:
     """
     tokens, facts = _open(arguments)
     vocab_size = arguments.vocab_size or facts.get("vocab_size")
-    low, high = id_range(tokens)
+    low, high = id_range(tokens.tokens)
     bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
     if bad is not None:
         sequence, offset, token = bad
@@ -84,7 +84,7 @@ def stats(arguments: PrefixArguments) -> None:
     """Print numbers of one corpus."""
     tokens, facts = _open(arguments)
     sizes = tokens.sizes
-    low, high = id_range(tokens)
+    low, high = id_range(tokens.tokens)
     rows = {
         "documents": len(tokens.document_starts) - 1,
         "sequences": len(tokens),
@@ -123,7 +123,9 @@ def copy(arguments: CopyArguments) -> None:
             f"{' and '.join(prefixes)} were made with different tokenizers; their ids mean different texts"
         )
     known = [fact["vocab_size"] for fact in facts if "vocab_size" in fact]
-    vocab_size = arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source)[1] for source in sources)
+    vocab_size = (
+        arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source.tokens)[1] for source in sources)
+    )
     writer = None
     try:
         writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)

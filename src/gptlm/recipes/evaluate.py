@@ -19,7 +19,9 @@ from gptlm.config.args.inference import EvaluateArguments
 from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import Cutter, log_special_tokens
+from gptlm.data.indexed import id_range
 from gptlm.data.text_files import holds_records
+from gptlm.data.token_file import Ids, TokenFile
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
@@ -177,7 +179,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, allow_special_tokens: bo
     return [number for piece in pieces for number in encode([piece])[0]]
 
 
-def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
+def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBase, rows: int) -> Ids:
     """The ids of the split's documents, in the order of the file."""
     corpora = open_corpora(arguments.input_dir or "", arguments.split)
     if len(corpora) != 1:
@@ -187,11 +189,12 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     if first == last:
         raise GptlmError(f"the {name} split of {corpus.tokens.prefix} is empty; change --split {arguments.split}")
     logger.info("%s split of %s, --split %s", name, corpus.tokens.prefix, arguments.split)
-    start = int(corpus.tokens.starts[first])
-    tokens = corpus.tokens.tokens[start : start + corpus.token_count(name)]
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
+    start, count, ids = int(corpus.tokens.starts[first]), corpus.token_count(name), corpus.tokens.tokens
+    tokens = ids.part(start, count) if isinstance(ids, TokenFile) else ids[start : start + count]
+    low, high = id_range(tokens)
+    if low < 0 or high >= rows:
         raise GptlmError(
-            f"{corpus.tokens.prefix}: ids go from {tokens.min()} to {tokens.max()}, the model's vocabulary has {rows} "
+            f"{corpus.tokens.prefix}: ids go from {low} to {high}, the model's vocabulary has {rows} "
             "entries; encode the text with the model's tokenizer"
         )
     made_with = corpus.metadata.get("tokenizer_fingerprint")

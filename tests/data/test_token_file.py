@@ -1,0 +1,55 @@
+"""Ids are those of the file, in every process; a file that becomes shorter is named and ends no process."""
+
+import os
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from gptlm.data.cache import IndexCache
+from gptlm.data.indexed import open_tokens
+from gptlm.data.token_file import TokenFile
+from gptlm.errors import GptlmError, from_worker
+
+SHORTER = r"c(\.bin|_ids\.npy) has become shorter while it was read: it has 16 bytes"
+
+
+def test_ids_are_those_of_the_file(tmp_path):
+    ids = np.arange(100, dtype=np.uint16)
+    (tmp_path / "x").write_bytes(b"head" + ids.tobytes())
+    found = TokenFile(tmp_path / "x", ids.dtype, 4, len(ids))
+    for places in (slice(3, 9), slice(None), slice(90, 200), slice(7, 3), slice(-5, None), slice(1, 20, 4)):
+        assert np.array_equal(found[places], ids[places])
+    assert np.array_equal(found[np.array([7, 99, 0])], ids[[7, 99, 0]])
+    assert np.array_equal(found.part(10, 20), ids[10:30]) and len(found.part(10, 20)) == 20
+    os.rename(tmp_path / "x", tmp_path / "y")
+    assert np.array_equal(found, ids)  # a file that is replaced is read to its end
+    os.rename(tmp_path / "y", tmp_path / "x")
+    assert np.array_equal(pickle.loads(pickle.dumps(found)), ids)
+
+
+@pytest.mark.parametrize("layout", ["mmap", "npy"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_that_become_shorter_are_named(corpus_folder, tmp_path, layout, workers):
+    shutil.copytree(corpus_folder / layout, tmp_path, dirs_exist_ok=True)
+    tokens = open_tokens(str(tmp_path / "c"))
+    before = tokens.sizes.tolist(), tokens.document_starts.tolist()
+    for file in tmp_path.iterdir():
+        os.truncate(file, 16)
+    assert (tokens.sizes.tolist(), tokens.document_starts.tolist()) == before  # the index is in memory
+    loader = DataLoader([len(tokens) - 1], collate_fn=lambda rows: tokens.get(rows[0]), num_workers=workers)
+    with pytest.raises(GptlmError) as caught:
+        list(loader)
+    assert re.search(SHORTER, from_worker(str(caught.value)))
+
+
+def test_a_stored_order_is_no_mapping(tmp_path):
+    cache, what = IndexCache([tmp_path]), {"x": 1}
+    cache.load_or_build(what, lambda: {"order": np.arange(100_000)})
+    loaded = cache.load_or_build(what, lambda: {})["order"]
+    for file in tmp_path.glob("*.npy"):
+        os.truncate(file, 16)
+    assert loaded.sum() == 99_999 * 50_000
