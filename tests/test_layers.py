@@ -17,6 +17,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "errors": -2,
     "disk": -1,
     "json_text": -1,
+    "owned": 0,
     "quiet": -1,
     "checksums": -1,
     "ranks": -1,

@@ -108,7 +108,7 @@ def test_the_document_twice(reader, capsys):
             "gpt2-vocab.json",
             *(f"my-gpt_text_sentence.{s}" for s in ("bin", "idx", "meta.json")),
         ]
-        assert sorted(path.name for path in (reader / "data").iterdir()) == names
+        assert sorted(path.name for path in (reader / "data").glob("[!.]*")) == names
         assert len(open_tokens("data/my-gpt_text_sentence")) == len(TEXTS)
 
     kept = reader / "ckpts" / "ckpts_tmp"

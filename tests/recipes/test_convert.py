@@ -103,7 +103,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
         ("--from a --output b --tensor_parallel_degree 2", 2, "needs --to megatron"),
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
         ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),
-        ("--from a --output a", 2, "is not empty"),
+        ("--from a --output a", 2, "--output a holds a, which the command reads"),
         ("--from nowhere --output b", 1, "--from nowhere: there is no such folder, file or built-in model"),
         ("--from empty --output b", 1, "is not a known checkpoint"),
         ("--from snapshot --output b", 1, "is a OneFlow snapshot"),
@@ -174,7 +174,7 @@ def convert(folder, *words):
 def test_two_conversions_into_one_folder_do_not_mix(folder, capsys):
     with FileLock(folder / ".b.lock"):
         assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 1
-    assert "another conversion is writing into" in capsys.readouterr().err and not (folder / "b").exists()
+    assert "another command is writing into" in capsys.readouterr().err and not (folder / "b").exists()
     assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 0
     assert_equal(folder / "a", folder / "b")
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]

@@ -1,5 +1,7 @@
 """Merging: results that are not finite, and folders that are not overwritten."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -52,14 +54,29 @@ def test_weights_that_are_not_finite_are_not_written(adapters, tmp_path, fill, m
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_model_is_never_overwritten(adapters, tiny_model, tmp_path):
+def test_a_model_is_never_overwritten(adapters, tiny_model, tmp_path, capsys, monkeypatch):
     folder = adapters(0.5)
     merge(folder, tmp_path / "merged")
     weight = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").transformer.h[0].attn.c_attn.weight
     before = load_file(tiny_model / "model.safetensors")["transformer.h.0.attn.c_attn.weight"]
     assert torch.allclose(weight - before, torch.full_like(before, 2 * 2 * 0.5), atol=1e-5)
-    with pytest.raises(GptlmError, match="merged holds a model already; give a new folder"):
-        merge(folder, tmp_path / "merged")
+    merge(folder, tmp_path / "merged")
+    assert "replaced, the same command made it of the same input: " in capsys.readouterr().out
+    with pytest.raises(GptlmError, match="of other arguments or another input; --overwrite replaces it"):
+        merge(folder, tmp_path / "merged", "--dtype", "bfloat16")
+    merge(folder, tmp_path / "merged", "--dtype", "bfloat16", "--overwrite")
+    (tmp_path / "merged" / "notes.txt").write_text("mine")
+    with pytest.raises(GptlmError, match="merged is not empty: notes.txt was not written by gptlm merge-lora"):
+        merge(folder, tmp_path / "merged", "--overwrite")
+    for output, says in ((folder, "holds .*adapters, which the command reads"), (tmp_path, "holds .*adapters, which")):
+        with pytest.raises(GptlmError, match=says):
+            merge(folder, output, "--overwrite")
+    monkeypatch.chdir(tmp_path / "merged")
+    for output, says in ((".", "working"), ("/", "root"), ("~", "home"), (os.path.relpath(folder), "holds")):
+        with pytest.raises(GptlmError, match=says):
+            merge(folder, os.path.expanduser(output))
+    monkeypatch.chdir(tmp_path)
+    merge(folder, folder / "merged")  # a folder in that of the adapters
     with pytest.raises(GptlmError, match="adapters holds no model weights .* give the adapters' base model"):
         merge(folder, tmp_path / "again", "--model_name_or_path", str(folder))
     save_file({}, folder / "adapter_model.safetensors")

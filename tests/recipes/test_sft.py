@@ -19,7 +19,7 @@ from gptlm.errors import GptlmError, UsageError
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.lora import write_card
 from gptlm.model.tokenizer import train_tokenizer
-from gptlm.recipes.merge_lora import merge
+from gptlm.recipes.merge_lora import merged
 from gptlm.recipes.sft.data import load_data
 from gptlm.recipes.sft.run import sft
 from gptlm.recipes.sft.sources import find_sources
@@ -265,7 +265,7 @@ def test_adapters_on_another_base_are_warned_of(tune, model, tmp_path, capsys):
         assert said(load(same)) == []
     (line,) = said(load(other))
     assert f"trained on {model}; the weights in {other} are others" in line
-    (line,) = said(lambda: merge(str(other), out, tmp_path / "merged"))
+    (line,) = said(lambda: merged(str(other), out))
     assert str(other) in line
     (line,) = said(lambda: tune("--lora_path", out, base=other, output="again"))
     assert str(other) in line

@@ -2,7 +2,7 @@
 
 import json
 
-from gptlm.training.metrics.results import remove_results, suffix_of, summary_table, write_results
+from gptlm.training.metrics.results import of_other_models, suffix_of, summary_table, write_results
 
 
 def read(folder, name):
@@ -37,8 +37,17 @@ def test_the_trained_model_takes_the_plain_names(tmp_path):
     write_results(tmp_path, "eval", {"eval_loss": 1.0})
     assert read(tmp_path, "eval_results") == {"eval_loss": 1.0}
     assert read(tmp_path, "eval_results-2") == read(tmp_path, "all_results-2") == {"eval_loss": 2.0}
-    remove_results(tmp_path)
-    assert not (tmp_path / "eval_results.json").exists() and (tmp_path / "eval_results-2.json").exists()
+    names = [path.name for path in tmp_path.iterdir()]
+    others = {"eval_results-2.json", "all_results-2.json", "results_of.json"}
+    assert of_other_models(tmp_path, names) == others and {"eval_results.json", ".gptlm-files"} < {*names}
+
+
+def test_a_file_of_others_keeps_its_name(tmp_path):
+    (tmp_path / "eval_results-2.json").write_text("mine")
+    write_results(tmp_path, "eval", {"eval_loss": 1.0})
+    write_results(tmp_path, "eval", {"eval_loss": 2.0}, "/models/base")
+    assert (tmp_path / "eval_results-2.json").read_text() == "mine"
+    assert read(tmp_path, "eval_results-3") == {"eval_loss": 2.0}
 
 
 def table_of(history, **steps):

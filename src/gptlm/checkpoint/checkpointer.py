@@ -6,8 +6,9 @@ precision (optimizer_state.py).
 """
 
 import logging
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
 
+from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state, random_states
 from gptlm.checkpoint.manifest import Manifest
+from gptlm.disk import sync_folder, sync_tree
 from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights
 from gptlm.model.lora import StoredAdapters, save_adapters
@@ -30,6 +33,9 @@ from gptlm.upstream.torch import set_last_lr
 
 logger = logging.getLogger(__name__)
 
+FINAL = ".model.incomplete"
+WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
 
 class Checkpointer:
     """Saves and restores a training run.
@@ -37,6 +43,7 @@ class Checkpointer:
     Args:
         manifest: fields noted in each checkpoint's manifest.
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
+        protected: names of checkpoints in the output folder that the model is read from; they are never removed.
         run_file: the run as an argument file, saved beside each model as run.json; None: none.
         checked: a checkpoint whose files have been compared with their checksums.
         resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
@@ -48,13 +55,14 @@ class Checkpointer:
         *,
         manifest: dict[str, Any] | None = None,
         keep: int | None = None,
+        protected: Collection[str] = (),
         run_file: str | None = None,
         checked: Path | None = None,
         resume_weights_only: bool = False,
         mesh: Mesh | None = None,
         chunks: int = 1,
     ):
-        self.manifest, self.keep, self.run_file = manifest or {}, keep, run_file
+        self.manifest, self.keep, self.protected, self.run_file = manifest or {}, keep, protected, run_file
         self.checked, self.resume_weights_only = checked, resume_weights_only
         self.mesh, self.layout = mesh, [1, 1, 1]
         if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
@@ -81,8 +89,7 @@ class Checkpointer:
         staging = checkpoint.staging_folder(self.output_dir, state.global_step)
         with checkpoint.writing(staging, "the checkpoint"):
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
+                checkpoint.start(staging)
             self._barrier()
             self._write(staging, state, optimizer)
             self._barrier()  # all ranks have written their part
@@ -96,9 +103,11 @@ class Checkpointer:
                     "weights_only": self.args.save_only_model,
                 }
                 final = checkpoint.commit(staging, {**self.manifest, **own, **fields})
+                names = (f"{final.name}/{name}" for name in owned.files_of_checkpoint(final))
+                owned.note(self.output_dir, names, owned.RUN)
                 logger.info("checkpoint written to %s", final)
                 best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-                for old in checkpoint.rotate(self.output_dir, self.keep, best, final):
+                for old in checkpoint.rotate(self.output_dir, self.keep, best, final, self.protected):
                     logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
             self._barrier()
 
@@ -116,13 +125,33 @@ class Checkpointer:
             state.save_to_json(str(folder / checkpoint.HISTORY))
 
     def save_final(self) -> None:
-        """Write the final model and tokenizer into the output folder.
+        """Write the final model and tokenizer into the output folder: complete first, then under their names.
 
         Raises:
-            GptlmError: if they cannot be written.
+            GptlmError: if they cannot be written; an older model stays complete.
         """
-        with checkpoint.writing(self.output_dir, "the final model"):
-            self.save_model(self.output_dir)
+        staging = self.output_dir / FINAL
+        with checkpoint.writing(self.output_dir, "the final model", "earlier checkpoints are intact"):
+            try:
+                if self.args.should_save:
+                    checkpoint.start(staging)
+                self._barrier()
+                self.save_model(staging)
+                if self.args.should_save:
+                    self._replace_model(staging)
+            finally:
+                if self.args.should_save:
+                    shutil.rmtree(staging, ignore_errors=True)
+
+    def _replace_model(self, staging: Path) -> None:
+        """Move the model in `staging` into the output folder; shards of an older model are removed."""
+        sync_tree(staging)
+        new, files = {path.name for path in staging.iterdir()}, owned.listing(self.output_dir)
+        owned.move_in(staging, self.output_dir, owned.RUN)
+        for name in files:
+            if WEIGHT_FILE.fullmatch(name) and name not in new:
+                owned.remove(self.output_dir, name)
+        sync_folder(self.output_dir)
 
     def save_model(self, folder: Path) -> None:
         """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; all ranks take part, rank 0 writes."""

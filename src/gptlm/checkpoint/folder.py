@@ -17,7 +17,7 @@ import pickle
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from gptlm import owned
 from gptlm.checkpoint.manifest import MANIFEST, Manifest, manifest_text, parse_manifest
 from gptlm.checksums import file_checksums
 from gptlm.disk import is_write_error, replacing, sync_folder, sync_tree, write_failure
@@ -33,9 +34,10 @@ from gptlm.json_text import parse_json
 from gptlm.signals import held
 
 HISTORY = "trainer_state.json"
-RUN_FILE = "run.json"
+RUN_FILE = owned.RUN_FILE
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
 RANDOM_STATES = "rng_state*.json"
+STAGING = re.compile(r"\.checkpoint-\d+\.incomplete")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ def staging_folder(output_dir: Path, step: int) -> Path:
 
 
 def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
-    """Give the finished folder `staging` its manifest and its final name, replacing an older folder of that name."""
+    """Give the finished folder `staging` its manifest and its final name.
+
+    An older checkpoint of that name is replaced; what gptlm did not write is renamed to `left-NAME`.
+    """
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
     with file_checksums([staging / name for name in files]) as sums:  # from the page cache, while the disk is written
         sync_tree(staging)
@@ -60,8 +65,7 @@ def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
     with replacing(staging / MANIFEST) as manifest:
         manifest.write(manifest_text(fields, files, checksums).encode())
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
-    if final.exists():
-        shutil.rmtree(final)
+    owned.make_way(final.parent, final.name)
     os.rename(staging, final)
     sync_folder(final.parent)
     return final
@@ -198,37 +202,58 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def set_aside(output_dir: Path, step: int) -> list[Path]:
+def own_folders(output_dir: Path) -> list[Path]:
+    """The `checkpoint-N` folders that gptlm wrote, lowest step first; no links."""
+    files = owned.listing(output_dir)
+    return [path for path in folders(output_dir) if owned.is_own_folder(output_dir, path.name, files)]
+
+
+def set_aside(output_dir: Path, step: int, read: Collection[str] = ()) -> list[Path]:
     """Rename checkpoints later than `step`, from which a run resumes: they are damaged, or the run before wrote them.
 
-    Returns the new folders, `left-checkpoint-N`, which nothing resumes from.
+    Args:
+        read: names of checkpoints that the run reads its model from; they stay.
+
+    Returns:
+        the new folders, `left-checkpoint-N` or `left-checkpoint-N-2` and so on, which nothing resumes from and nothing
+        deletes.
     """
-    moved = []
-    for path in folders(output_dir):
-        if step_of(path) > step:
-            aside = path.with_name(f"left-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            moved.append(path.rename(aside))
-    return moved
+    later = [path for path in own_folders(output_dir) if step_of(path) > step and path.name not in read]
+    return [owned.rename_aside(output_dir, path.name) for path in later]
 
 
-def rotate(output_dir: Path, limit: int | None, best: Path | None, written: Path) -> list[Path]:
-    """Remove the oldest checkpoints beyond `limit`; `written` and `best` stay. Returns what was removed."""
-    everything = folders(output_dir)
+def rotate(
+    output_dir: Path, limit: int | None, best: Path | None, written: Path, read: Collection[str] = ()
+) -> list[Path]:
+    """Remove the oldest checkpoints beyond `limit`; `written` and `best` stay. Returns what was removed.
+
+    Args:
+        read: names of checkpoints that the run reads its model from; they stay, and do not count.
+    """
+    everything = [path for path in own_folders(output_dir) if path.name not in read]
     if limit is None or len(everything) <= limit:
         return []
     kept = {written.name} | ({best.name} if best is not None else set())
     removable = [path for path in everything if path.name not in kept]
     removed = removable[: len(everything) - max(limit, len(kept))]
     for path in removed:
-        shutil.rmtree(path)
+        owned.remove(output_dir, path.name)
     return removed
+
+
+def start(staging: Path) -> None:
+    """Make the empty folder `staging`, and list it as gptlm's. What else has its name is renamed to `left-NAME`."""
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    owned.make_way(staging.parent, staging.name)
+    owned.note(staging.parent, [f"{staging.name}/"], owned.RUN)
+    staging.mkdir()
 
 
 def remove_leftovers(output_dir: Path) -> None:
     """Remove folders of checkpoints whose writing was interrupted."""
     for path in output_dir.glob(".checkpoint-*.incomplete"):
-        shutil.rmtree(path, ignore_errors=True)
+        if STAGING.fullmatch(path.name):
+            owned.remove(output_dir, path.name)
 
 
 @contextmanager
@@ -244,7 +269,8 @@ def writing(path: Path, what: str, more: str = "earlier checkpoints are intact")
         if not is_write_error(error):
             raise
         reason = write_failure(error, path)
-        remove_leftovers(path.parent)  # what was written of it would fill the disk
+        if STAGING.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)  # what was written of it would fill the disk
         kept = f"; {more}" if more else ""
         raise GptlmError(f"cannot write {what} {path}: {reason}{kept}; then start the same command again") from error
 

@@ -27,6 +27,12 @@ COPY_TOKENS = 1 << 22  # tokens in memory at a time
 LAYOUTS = ("mmap", "lazy", "cached", "npy")
 
 
+def token_files(prefix: str, layout: str) -> list[Path]:
+    """The files of a corpus: tokens, index, metadata."""
+    suffixes = ("_ids.npy", "_idx.npz") if layout == "npy" else (".bin", ".idx")
+    return [*(Path(prefix + suffix) for suffix in suffixes), metadata_path(prefix)]
+
+
 class IndexedTokensWriter:
     """Writes one corpus, document by document. Memory: 4 bytes per sequence and 8 per document.
 
@@ -45,8 +51,7 @@ class IndexedTokensWriter:
         self.document_starts = array("q", [0])
         self.total = 0
         self.max_id = -1
-        suffixes = ("_ids.npy", "_idx.npz") if layout == "npy" else (".bin", ".idx")
-        self.tokens_path, self.index_path = (Path(prefix + suffix) for suffix in suffixes)
+        self.tokens_path, self.index_path, _ = token_files(prefix, layout)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(_temporary(self.tokens_path), "wb")
         if layout == "npy":

@@ -2,16 +2,14 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError
+from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
@@ -27,7 +25,6 @@ from gptlm.conversion.open import open_checkpoint
 from gptlm.conversion.paddle.write import check_writable, write_paddle
 from gptlm.conversion.source import ReadOptions, Source
 from gptlm.conversion.verify import fixed_batch, logits_of, logits_of_folder, max_difference
-from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, UsageError, doing, named
 from gptlm.model.files import CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import saved_generation
@@ -37,6 +34,7 @@ from gptlm.model.safetensors_io import save_model_weights
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
+from gptlm.recipes.common.command_results import check_folder, maker, new_folder
 from gptlm.recipes.common.model import tokenizer_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
@@ -103,47 +101,17 @@ def convert_checkpoint(path: Path, conversion: Conversion, *, may_grow: bool = F
     """
     output = Path(conversion.main.output or "")
     check_output("output", output)
-    with _staging_folder(output) as staging:
+    arguments = {name: value for group in vars(conversion).values() for name, value in asdict(group).items()}
+    tokenizer = conversion.main.tokenizer_name_or_path
+    inputs = (path, *([Path(tokenizer)] if tokenizer else []))
+    by = maker("convert", arguments, inputs, overwrite=conversion.main.overwrite)
+    check_folder("output", output, by)
+    with new_folder("output", output, by) as staging:
         if lora.format_of(path):
             _convert_adapters(path, staging, conversion)
         else:
             _convert_model(path, staging, conversion, may_grow)
     logger.info("written to %s", output)
-
-
-@contextmanager
-def _staging_folder(output: Path) -> Iterator[Path]:
-    """A folder that is renamed to `output` at the end; a lock keeps other conversions out meanwhile.
-
-    Raises:
-        GptlmError: if another conversion holds the lock, or `output` is not empty or cannot be written.
-    """
-    staging = output.with_name(f".{output.name}.incomplete")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
-            try:
-                if output.is_dir() and any(output.iterdir()):
-                    raise UsageError(f"{named('output')} {output} is not empty; give a new folder")
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir()
-                yield staging
-                if output.is_dir():
-                    output.rmdir()
-                sync_tree(staging)  # before the rename: an existing `output` counts as complete
-                staging.rename(output)
-                sync_folder(output.parent)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-                Path(lock.lock_file).unlink(missing_ok=True)
-    except Timeout:
-        raise GptlmError(
-            f"another conversion is writing into {output}; wait until it ends, or give another {named('output')}"
-        ) from None
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if not is_write_error(error):
-            raise
-        raise GptlmError(f"cannot write {output}: {write_failure(error, output)}; nothing of it is left") from error
 
 
 # Models -------------------------------------------------------------------------------------------------------------

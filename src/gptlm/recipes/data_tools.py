@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from gptlm.data.blocks import BlockDataset, PretrainingDataset, build_split
 from gptlm.data.cache import IndexCache
 from gptlm.data.corpora import SPLITS, Corpus, find_prefixes, missing_eos, open_corpora
 from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, read_metadata
-from gptlm.data.writer import IndexedTokensWriter
+from gptlm.data.writer import IndexedTokensWriter, token_files
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
+from gptlm.recipes.common.command_results import check_files, maker, note_files
+from gptlm.training.metrics.throughput import start_logging
 
 FIRST_SAMPLES = 8
 
@@ -110,6 +113,7 @@ def copy(arguments: CopyArguments) -> None:
     Raises:
         GptlmError: if they were made with different tokenizers, ids do not fit the vocabulary, or a shard is missing.
     """
+    start_logging(main_process=True)
     prefixes = [p for name in arguments.input for p in (find_prefixes(name) if Path(name).is_dir() else [name])]
     opened = {prefix: open_tokens(prefix) for prefix in prefixes}
     prefixes = _shards_in_order(prefixes)
@@ -126,6 +130,9 @@ def copy(arguments: CopyArguments) -> None:
     vocab_size = (
         arguments.vocab_size or max(known, default=0) or 1 + max(id_range(source.tokens)[1] for source in sources)
     )
+    inputs = [file for prefix in prefixes for layout in ("mmap", "npy") for file in token_files(prefix, layout)]
+    by = maker("data", asdict(arguments), inputs, overwrite=arguments.overwrite)
+    check_files("output_prefix", token_files(arguments.output_prefix or "", arguments.dataset_impl), by)
     writer = None
     try:
         writer = IndexedTokensWriter(arguments.output_prefix or "", vocab_size, arguments.dataset_impl)
@@ -135,6 +142,7 @@ def copy(arguments: CopyArguments) -> None:
         if len(sources) == 1:
             kept |= {key: facts[0][key] for key in ("shard", "shard_of") if key in facts[0]}
         written = writer.finish(kept)
+        note_files(written, by)
     except OSError as error:
         output = Path(arguments.output_prefix or "")
         raise GptlmError(f"cannot write {output}: {write_failure(error, output)}") from error
@@ -177,7 +185,6 @@ def _shard_of(prefix: str, facts: dict) -> tuple[int, ...]:
 def index(run: PretrainRun) -> None:
     """Build the index that the pretraining command `run` will look for, on a machine without a GPU."""
     from gptlm.recipes.pretrain.data import load_or_build_datasets, steps_per_epoch
-    from gptlm.training.metrics.throughput import start_logging
 
     start_logging(main_process=True)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)

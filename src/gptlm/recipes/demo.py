@@ -17,6 +17,7 @@ from gptlm.commands.tokenizer import parse_tokenizer
 from gptlm.config.args.data import DemoArguments
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
+from gptlm.recipes.common.command_results import check_files, maker, note_files
 from gptlm.recipes.predict import predict
 from gptlm.recipes.preprocess import preprocess
 from gptlm.recipes.pretrain.run import pretrain
@@ -24,9 +25,10 @@ from gptlm.recipes.train_tokenizer import tokenizer
 
 PROMPTS = ("Return a list of", "The function raises", "This class is used to")
 MIN_CHARACTERS = 80  # shorter docstrings carry little text
-TOKENIZER = "--input_path {folder}/corpus.jsonl --output_dir {folder}/tokenizer --vocab_size 2048"
+TOKENIZER = """--input_path {folder}/corpus.jsonl --output_dir {folder}/tokenizer --vocab_size 2048
+    --overwrite"""
 PREPROCESS = """--input_path {folder}/corpus.jsonl --model_name_or_path {folder}/tokenizer
-    --output_prefix {folder}/data/python --append_eos --workers {workers}"""
+    --output_prefix {folder}/data/python --append_eos --workers {workers} --overwrite"""
 PRETRAIN = """--num_hidden_layers 3 --hidden_size 256 --num_attention_heads 4 --vocab_size 2048 --max_seq_length 128
     --input_dir {folder}/data --output_dir {folder}/model --overwrite_output_dir --split 90,8,2
     --per_device_train_batch_size 16 --per_device_eval_batch_size 16
@@ -36,7 +38,7 @@ PRETRAIN = """--num_hidden_layers 3 --hidden_size 256 --num_attention_heads 4 --
     --logging_steps {tenth} --eval_steps {half} --save_steps {steps}
     --do_train --do_eval --eval_on_start --eval_iters 4 --device cpu"""
 PREDICT = """--model_name_or_path {folder}/model --tgt_length 40 --device cpu --do_sample --top_k 20 --temperature 0.7
-    --output_file {folder}/continuations.jsonl --prompt"""
+    --output_file {folder}/continuations.jsonl --overwrite --prompt"""
 
 
 def demo(arguments: DemoArguments) -> dict[str, float]:
@@ -52,9 +54,12 @@ def demo(arguments: DemoArguments) -> dict[str, float]:
         return words
 
     corpus = folder / "corpus.jsonl"
+    by = maker("demo", {}, [], overwrite=True)
+    check_files("output_dir", [corpus], by)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         size = _write_corpus(corpus)
+        note_files([corpus], by)
     except OSError as error:
         raise GptlmError(f"cannot write {corpus}: {write_failure(error, corpus)}") from error
     print(f"text of this Python ({sysconfig.get_python_version()}): {size / 1e6:.1f} MB in {corpus}")

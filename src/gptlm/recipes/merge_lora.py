@@ -1,30 +1,36 @@
 """Merge adapters: base weights + adapters -> one plain GPT-2 folder."""
 
 import logging
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from gptlm.checkpoint.folder import writing
+from gptlm import owned
+from gptlm.checkpoint.folder import start, writing
 from gptlm.config.args.convert import MergeArguments
 from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id
-from gptlm.model.files import has_weights
 from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
+from gptlm.recipes.common.command_results import check_folder, maker, new_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
 
+STAGING = ".merged.incomplete"
+
 
 def merge_lora(arguments: MergeArguments) -> None:
-    """Check the folders, then `merge`.
+    """Check the folders, then merge.
 
     Raises:
-        GptlmError: as `merge` does, and if the output folder is one of the inputs or holds a model.
+        GptlmError: as `merged` does, and if the output folder holds an input or files of others.
     """
     start_logging(main_process=True)
     deepspeed_without_gpu()
@@ -33,32 +39,53 @@ def merge_lora(arguments: MergeArguments) -> None:
     base = arguments.model_name_or_path or base_model_of(adapters)
     check_output("output_path", output)
     source = model_folder(base, base_hint(str(adapters)))
-    for what, folder in (("adapters", adapters), ("model", Path(source))):
-        if output.resolve() == folder.resolve():
-            raise GptlmError(f"{named('output_path')} {output} is the folder of the {what}; give another one")
-    if has_weights(output):
-        raise GptlmError(f"{named('output_path')} {output} holds a model already; give a new folder")
-    merge(source, adapters, output, getattr(torch, arguments.dtype))
+    by = maker("merge-lora", asdict(arguments), (adapters, Path(source)), overwrite=arguments.overwrite)
+    check_folder("output_path", output, by)
+    model = merged(source, adapters, getattr(torch, arguments.dtype))
+    with new_folder("output_path", output, by) as staging:
+        save(*model, staging)
+    logger.info("adapters of %s merged into %s: %s", adapters, source, output)
+
+
+def merge_beside(base: str, run_folder: Path, name: str) -> None:
+    """Write the model in the folder `base` with the adapters in `run_folder` into its sub-folder `name`.
+
+    Raises:
+        GptlmError: as `merged`, or if the files cannot be written.
+    """
+    model, staging = merged(base, run_folder), run_folder / STAGING
+    with writing(run_folder / name, "the merged model", more=""):
+        start(staging)
+        try:
+            (staging / name).mkdir()
+            save(*model, staging / name)
+            owned.move_in(staging, run_folder, owned.RUN)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    logger.info("adapters of %s merged into %s: %s", run_folder, base, run_folder / name)
 
 
 @doing("merging the adapters")
-def merge(base: str, adapters: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model in the folder `base` with `adapters` added to its weights into `output`.
+def merged(
+    base: str, adapters: Path, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+    """The model in the folder `base` with `adapters` added to its weights, and the tokenizer.
 
     Raises:
-        GptlmError: if one of them cannot be read, they do not fit, a sum is NaN or infinite, or `output` cannot be
-            written.
+        GptlmError: if one of them cannot be read, they do not fit, or a sum is NaN or infinite.
     """
     model, tokenizer = load_for_inference(base, lora_path=str(adapters))
     _check_finite(model, adapters, dtype)
     if read_eos_token_id(adapters) is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     fit_to_model(tokenizer, model.config.n_positions)
-    with writing(output, "the merged model", more=""):
-        output.mkdir(parents=True, exist_ok=True)
-        model.to(dtype=dtype).save_pretrained(output)  # type: ignore[call-arg]
-        tokenizer.save_pretrained(output)
-    logger.info("adapters of %s merged into %s: %s", adapters, base, output)
+    return model.to(dtype=dtype), tokenizer  # type: ignore[call-arg]
+
+
+def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    with doing("saving the merged model"):
+        model.save_pretrained(folder)  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
 
 
 def _check_finite(model: torch.nn.Module, adapters: Path, dtype: torch.dtype) -> None:

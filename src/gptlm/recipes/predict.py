@@ -3,22 +3,26 @@
 import json
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.config.args.inference import DEFAULT_PROMPTS, PredictArguments
-from gptlm.disk import write_failure
+from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
+from gptlm.disk import replacing, write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.generation import Stream, batch_decoder, check_rows, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import find_model, load_for_inference
 from gptlm.inference.sampling import Sampling
+from gptlm.model.adapter_files import base_and_adapters
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.quiet import quiet_transformers
+from gptlm.recipes.common.command_results import Maker, check_files, maker, note_files
 from gptlm.recipes.common.device import choose_device, use_device
 from gptlm.recipes.common.prompts import read_prompts
 from gptlm.training.metrics.throughput import start_logging
@@ -36,7 +40,9 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
     found = read_prompts(arguments)
     prompts, names = [prompt.text for prompt in found], [prompt.place for prompt in found]
     output = Path(arguments.output_file) if arguments.output_file else None
+    by = _maker(arguments, prompts)
     if output:
+        check_files("output_file", [output], by)
         _check_writable(output)
     model, tokenizer = load(arguments)
     rows = encode_prompts(
@@ -66,8 +72,16 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
         torch.manual_seed(arguments.seed)
         texts = _timed(_printed(model, tokenizer, rows, settings))
     if output:
-        _write(output, [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)], texts)
+        _write(output, [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)], texts, by)
     return texts
+
+
+def _maker(arguments: PredictArguments, prompts: list[str]) -> Maker:
+    """The command with its prompts, wherever they come from, and the files that it reads."""
+    names = base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    inputs = (arguments.input_file if arguments.input_file != STDIN else None, *names)
+    read = [Path(name) for name in inputs if name]
+    return maker("predict", asdict(arguments) | {"prompt": prompts}, read, overwrite=arguments.overwrite)
 
 
 def log_to(notes: Sequence[str], *, stderr: bool = False) -> None:
@@ -159,16 +173,25 @@ def _check_writable(path: Path) -> None:
     """Raises GptlmError, before the model is loaded, if the results cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        if path.exists():
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
 
 
-def _write(path: Path, prompts: list[str], texts: list[str]) -> None:
+def _write(path: Path, prompts: list[str], texts: list[str], by: Maker) -> None:
     rows = zip(prompts, texts, strict=True)
     lines = [json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False) for prompt, text in rows]
     try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        content = "\n".join(lines) + "\n"
+        if path.exists() and not path.is_file():  # a pipe, a terminal
+            path.write_text(content, encoding="utf-8")
+        else:
+            with replacing(path) as file:
+                file.write(content.encode())
+            note_files([path], by)
     except OSError as error:
         raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
     logger.info("%d continuations written to %s", len(texts), path)

@@ -5,11 +5,13 @@ import json
 import logging
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from gptlm import owned
 from gptlm.config.args.data import PreprocessJob
 from gptlm.data.corpora import missing_eos
 from gptlm.data.documents import bytes_of_shard, read_batches
@@ -19,12 +21,13 @@ from gptlm.data.preprocess import EncodeSettings, Part, Progress, write_corpus
 from gptlm.data.sentences import ENGLISH_RULES, LINES, available_rules
 from gptlm.data.text_files import list_files, size_of
 from gptlm.data.workers import interrupts_ignored
-from gptlm.data.writer import IndexedTokensWriter
+from gptlm.data.writer import IndexedTokensWriter, token_files
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
+from gptlm.recipes.common.command_results import check_files, maker, note_files
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
@@ -48,10 +51,13 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         raise GptlmError(f"--append_eos: the tokenizer {name} has no end-of-text token; add one or leave the flag out")
     files = list_files(arguments.input_path or "")
     prefixes = _prefixes(job)
+    file_format = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
+    outputs = [file for prefix in prefixes for file in token_files(prefix, file_format)]
+    by = maker("preprocess", asdict(arguments), [*files, *_tokenizer_files(job, name)], overwrite=arguments.overwrite)
+    check_files("output_prefix", outputs, by)
     logger.info("%d files, %d vocabulary entries, output %s", len(files), len(tokenizer), ", ".join(prefixes))
     writers: list[IndexedTokensWriter] = []
     try:
-        file_format = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
         writers += [IndexedTokensWriter(p, len(tokenizer), file_format) for p in prefixes]
         progress = _encode(job, tokenizer, sentences, files, writers)
         if not writers[0].total and job.shard == (1, 1):
@@ -67,6 +73,7 @@ def preprocess(job: PreprocessJob) -> list[Path]:
             identity = _identity(job, sentences, files, key)
             shard = {"shard": list(job.shard), "shard_of": identity} if job.shard != (1, 1) else {}
             written += writer.finish(facts | shard)
+        note_files(written, by)
     except OSError as error:
         output = Path(arguments.output_prefix or "")
         raise GptlmError(f"cannot write {output}: {write_failure(error, output)}") from error
@@ -99,6 +106,15 @@ def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
         )
     hub_id = (preset.hub_id or GPT2_HUB_ID) if preset else name
     return load_tokenizer(hub_folder(hub_id, weights=False)), hub_id
+
+
+def _tokenizer_files(job: PreprocessJob, name: str) -> list[Path]:
+    """The files of the tokenizer; it may lie beside the token files."""
+    given = (job.arguments.vocab_file, job.arguments.merge_file)
+    if all(given) and job.arguments.model_name_or_path is None:
+        return [Path(file) for file in given if file]
+    folder = Path(name)
+    return [file for file in folder.iterdir() if owned.TOKENIZER_FILE.fullmatch(file.name)] if folder.is_dir() else []
 
 
 def _sentence_rules(job: PreprocessJob) -> str | None:

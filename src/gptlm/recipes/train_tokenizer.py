@@ -1,15 +1,20 @@
 """Train a tokenizer on text and save it."""
 
 import logging
+import tempfile
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
+from gptlm import owned
 from gptlm.config.args.data import TokenizerArguments
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import in_pieces
+from gptlm.data.text_files import list_files
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
+from gptlm.recipes.common.command_results import check_files, maker
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
@@ -25,6 +30,9 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     start_logging(main_process=True)
     folder = Path(arguments.output_dir or "")
     check_output("output_dir", folder)
+    inputs = list_files(arguments.input_path or "")
+    by = maker("tokenizer", asdict(arguments), inputs, overwrite=arguments.overwrite)
+    check_files("output_dir", _tokenizer_files(folder), by)
     folder.mkdir(parents=True, exist_ok=True)
     texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
     first = next((text for text in texts if text.strip()), None)
@@ -38,9 +46,16 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
             len(trained), arguments.vocab_size, arguments.min_frequency,
         )  # fmt: skip
     try:
-        trained.save_pretrained(folder)
-        trained.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt, for tools that need them
+        with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=folder, ignore_cleanup_errors=True) as staging:
+            trained.save_pretrained(staging)
+            trained.backend_tokenizer.model.save(staging)  # vocab.json and merges.txt, for tools that need them
+            owned.move_in(Path(staging), folder, by.command, by.key)
     except OSError as error:
         raise GptlmError(f"cannot write the tokenizer to {folder}: {write_failure(error, folder)}") from error
     logger.info("tokenizer with %d entries (%s) written to %s", len(trained), fingerprint(trained), folder)
     return folder
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """The files in `folder` that a tokenizer there would be read from."""
+    return [file for file in folder.iterdir() if owned.TOKENIZER_FILE.fullmatch(file.name)] if folder.is_dir() else []

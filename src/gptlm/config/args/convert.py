@@ -18,7 +18,8 @@ class ConvertArguments:
         "Megatron-DeepSpeed, PaddleNLP, PaddleFleetX, LoRA adapters of PaddleNLP or PEFT (required)",
     )
     to: str = arg("hf", "output format", choices=FORMS)
-    output: str | None = arg(None, "output folder, new or empty (required)")
+    output: str | None = arg(None, "output folder, new or empty, or of the same command before (required)")
+    overwrite: bool = arg(False, "replace what gptlm convert wrote to the output folder before")
     dtype: str = arg("keep", "data type of the output weights", choices=("keep", *DTYPES))
     with_optimizer: bool = arg(
         False, "hf: also convert Adam's moments and step, into OUTPUT/checkpoint-N; resume with --output_dir OUTPUT"
@@ -75,5 +76,6 @@ class MergeArguments:
 
     model_name_or_path: str | None = arg(None, "base model; unset: the one recorded with the adapters")
     lora_path: str | None = arg(None, "LoRA adapter folder (required)")
-    output_path: str | None = arg(None, "folder for the merged model (required)")
+    output_path: str | None = arg(None, "folder for the merged model, new or empty (required)")
+    overwrite: bool = arg(False, "replace what gptlm merge-lora wrote to the output folder before")
     dtype: str = arg("float32", "data type of the merged weights", choices=DTYPES)

@@ -43,6 +43,7 @@ class PreprocessArguments:
         "Given as --input, file names and white space follow Megatron-LM (required)",
     )
     output_prefix: str | None = arg(None, "path of the token files without suffix (required)")
+    overwrite: bool = arg(False, "replace token files that gptlm wrote of other input or arguments")
     model_name_or_path: str | None = arg(None, "tokenizer: folder or name, also of a model with a tokenizer")
     tokenizer_name: str | None = arg(
         None, "PaddleNLP's tokenizer class, or a folder; model_name_or_path takes precedence"
@@ -101,6 +102,7 @@ class TokenizerArguments:
 
     input_path: str | None = arg(None, "file, folder or quoted glob of .jsonl, .json, .txt or .parquet (required)")
     output_dir: str | None = arg(None, "folder for the tokenizer (required)")
+    overwrite: bool = arg(False, "replace a tokenizer that gptlm trained of other input or arguments")
     vocab_size: int = arg(32000, "vocabulary size", ge=257, unit=ENTRIES)
     min_frequency: int = arg(2, "minimum occurrences of a pair to be merged")
     json_key: str = arg("text", "JSON key of the text")
@@ -152,6 +154,7 @@ class CopyArguments:
         [], "prefixes of token files, or one folder with token files, joined in this order (required)"
     )
     output_prefix: str | None = arg(None, "path of the result without suffix (required)")
+    overwrite: bool = arg(False, "replace token files that gptlm wrote of other input or arguments")
     dataset_impl: str = arg("mmap", "output format", choices=("mmap", "lazy", "cached", "npy"))
     vocab_size: int | None = arg(None, "upper bound of token ids; unset: vocabulary size recorded with the data", ge=1)
 

@@ -84,6 +84,7 @@ class PredictArguments:
         None, "file with one prompt per line, or .jsonl/.json with the key prompt, src or text; -: standard input"
     )
     output_file: str | None = arg(None, "also write prompts and generated texts to this .jsonl file")
+    overwrite: bool = arg(False, "replace an output_file that gptlm wrote of other prompts or arguments")
     batch_size: int = arg(1, "prompts per batch", ge=1)
     src_length: int = arg(200, "maximum prompt length; longer prompts are cut, with a log message", ge=1, unit="tokens")
     truncation_side: str = arg("left", "side on which a prompt that is too long is cut", choices=("left", "right"))

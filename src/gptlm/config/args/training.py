@@ -126,7 +126,7 @@ class TrainingArguments:
     """Training"""
 
     output_dir: str | None = arg(None, "folder for checkpoints, the final model, results and logs (required)")
-    overwrite_output_dir: bool = arg(False, "start from step 0 and delete the checkpoints in output_dir")
+    overwrite_output_dir: bool = arg(False, "start from step 0 and remove what earlier runs wrote into output_dir")
     do_train: bool | None = arg(None, "train; unset: on, unless do_eval or do_predict is given")
     do_eval: bool = arg(False, "evaluate on the validation split, also during training")
     do_predict: bool = arg(False, "evaluate on the test split at the end")

@@ -4,7 +4,6 @@ check_run -> start_job -> build_trainer -> train -> evaluate -> finish
 """
 
 import logging
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
 
+from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.checkpointer import Checkpointer
 from gptlm.config.run import Run
@@ -32,6 +32,7 @@ from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
 from gptlm.recipes.common.device import Device, choose_device, use_device
 from gptlm.recipes.common.model import log_weights_source
+from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
 from gptlm.recipes.common.resume import (
     check_output,
     check_shape,
@@ -47,7 +48,7 @@ from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
 from gptlm.training.lr_schedule import Schedule
 from gptlm.training.metrics.loss import LossMetrics
-from gptlm.training.metrics.results import remove_results, write_results
+from gptlm.training.metrics.results import write_results
 from gptlm.training.metrics.run_log import RunLog
 from gptlm.training.metrics.throughput import start_logging, table
 from gptlm.training.pipeline_step import PipelineStep
@@ -93,6 +94,7 @@ def check_run(
     check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
+    check_own_files(run)
     resume = find_resume_checkpoint(run, check, store)
     log_weights_source(run, resume)
     if run.model.continue_training and run.source.kind == "folder":
@@ -153,6 +155,7 @@ def build_trainer(
         checkpointer=Checkpointer(
             manifest=manifest | {"task": run.task},
             keep=training.save_total_limit,
+            protected=read_checkpoints(run),
             run_file=run.as_arguments(),
             resume_weights_only=training.ignore_load_lr_and_optim,
             checked=job.resume.path if job.resume else None,
@@ -239,7 +242,8 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         position: where in the data a resumed run continues, for the log; None: at the next sample.
     """
     resume = job.resume
-    _clear_output(run, trainer, resume)
+    if trainer.args.should_save:
+        clear_output(run, resume)
     if resume is not None and is_complete(run, resume):
         done, wanted = resume.manifest.global_step, run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", resume.path, done, wanted)
@@ -288,22 +292,6 @@ def _last_evaluation(trainer: GPTTrainer) -> dict[str, float]:
     return {}
 
 
-def _clear_output(run: Run, trainer: GPTTrainer, resume: checkpoint.Checkpoint | None) -> None:
-    """Remove interrupted saves, rename checkpoints newer than the resumed one, with overwrite_output_dir remove all."""
-    if not trainer.args.should_save:
-        return
-    output_dir = Path(run.training.output_dir or "")
-    checkpoint.remove_leftovers(output_dir)
-    for left in checkpoint.set_aside(output_dir, resume.manifest.global_step) if resume else ():
-        name = left.name.removeprefix("left-")
-        logger.warning("%s is newer than the resumed checkpoint; renamed to %s", name, left)
-    if run.training.overwrite_output_dir:
-        remove_results(output_dir)
-        for old in checkpoint.folders(output_dir):
-            logger.info("%s removed (overwrite_output_dir)", old)
-            shutil.rmtree(old)
-
-
 def evaluate(trainer: GPTTrainer, name: str, dataset: Dataset | None = None) -> dict[str, float]:
     """Evaluate and report; `name` is the split, and the prefix of every metric.
 
@@ -350,7 +338,9 @@ def finish(run: Run, trainer: GPTTrainer, metrics: dict[str, float]) -> None:
     if not run.training.do_train:
         return
     if trainer.args.should_save:
-        trainer.state.save_to_json(str(Path(trainer.args.output_dir or "") / "trainer_state.json"))
+        folder = Path(trainer.args.output_dir or "")
+        owned.note(folder, [checkpoint.HISTORY], owned.RUN)
+        trainer.state.save_to_json(str(folder / checkpoint.HISTORY))
     if "train_runtime" in metrics:
         speed = trainer.trained.tokens / max(metrics["train_runtime"], 1e-9)
         logger.info("Effective Tokens per second: %.2f", speed)

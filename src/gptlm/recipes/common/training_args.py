@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
@@ -12,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
 
+from gptlm import owned
 from gptlm.config.origin import Origin
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError, reason_of
@@ -140,6 +142,19 @@ class VisualDLCallback(TrainerCallback):
         self.writer.flush()
 
 
+class NoteEvents(TrainerCallback):
+    """Notes the folder of this run's events as gptlm's when training begins, after what earlier runs wrote is gone."""
+
+    def __init__(self, output_dir: Path, name: str):
+        self.output_dir, self.name = output_dir, name
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with suppress(OSError):  # a full disk ends no training here: the events are only not listed then
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                owned.note(self.output_dir, [f"{self.name}/"], owned.RUN)
+
+
 def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
     """One callback per tracker in `--report_to`. One that is not installed is replaced or omitted, with a warning."""
     wanted = set(run.training.report_to)
@@ -148,8 +163,9 @@ def tracker_callbacks(run: Run, output_dir: Path) -> list[TrainerCallback]:
     if "all" in wanted:
         wanted |= {"tensorboard", "visualdl"}
     stamp = time.strftime("%b%d_%H-%M-%S")
-    folder = run.training.logging_dir or str(output_dir / "runs" / f"{stamp}_{gethostname()}")
-    callbacks: list[TrainerCallback] = []
+    name = f"runs/{stamp}_{gethostname()}"
+    folder = run.training.logging_dir or str(output_dir / name)
+    callbacks: list[TrainerCallback] = [] if run.training.logging_dir else [NoteEvents(output_dir, name)]
     if "visualdl" in wanted and run.sources["report_to"].origin is not Origin.DEFAULT:
         try:
             callbacks.append(VisualDLCallback(_visualdl_writer(folder), run.as_parameters()))

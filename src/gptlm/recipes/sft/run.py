@@ -22,9 +22,10 @@ from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
 from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import make_model, weights_folder
+from gptlm.recipes.common.output_folder import MERGED
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
-from gptlm.recipes.merge_lora import merge
+from gptlm.recipes.merge_lora import merge_beside
 from gptlm.recipes.sft.data import (
     SftData,
     collator,
@@ -41,8 +42,6 @@ from gptlm.training.metrics.responses import ResponseMetrics
 from gptlm.training.progress import EpochProgress
 
 logger = logging.getLogger(__name__)
-
-MERGED = "merged"  # the folder in output_dir for --merge_weights
 
 
 def sft(run: SftRun) -> dict[str, float]:
@@ -79,7 +78,7 @@ def sft(run: SftRun) -> dict[str, float]:
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
-        merge(weights_folder(run), output, output / MERGED)
+        merge_beside(weights_folder(run), output, MERGED)
     return metrics
 
 

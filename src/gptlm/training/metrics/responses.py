@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import EvalPrediction
 
+from gptlm import owned
 from gptlm.kernels.attention import Documents
 from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.training.metrics.loss import LossMetrics
@@ -108,18 +109,22 @@ class ResponseMetrics(LossMetrics):
         references = [continuation.clean(answer) for answer in continuation.answers]
         if trainer.args.should_save:
             folder = Path(trainer.args.output_dir or "")
-            path = folder / f"predictions{suffix_of(folder, self.evaluated)}"
-            name = f"{prefix}-step-{trainer.state.global_step}.jsonl"
-            _write_predictions(path / name, continuation.texts, predictions, references)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"predictions{suffix_of(folder, self.evaluated)}/{prefix}-step-{trainer.state.global_step}.jsonl"
+            _write_predictions(folder, name, continuation.texts, predictions, references)
         return text_scores(predictions, references, continuation.level)
 
 
-def _write_predictions(path: Path, prompts: Sequence[str], predictions: list[str], references: list[str]) -> None:
-    names = ("prompt", "prediction", "reference")
+def _write_predictions(
+    folder: Path, name: str, prompts: Sequence[str], predictions: list[str], references: list[str]
+) -> None:
+    columns, path = ("prompt", "prediction", "reference"), folder / name
     rows = zip(prompts, predictions, references, strict=True)
-    lines = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows]
+    lines = [json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in rows]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        owned.make_way(folder, name)
+        owned.note(folder, [name], owned.RUN)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:  # the scores are in the log; training is worth more than these texts
         logger.warning("cannot write the predictions %s: %s; training continues without them", path, error.strerror)

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from gptlm import owned
 from gptlm.compat.log_lines import perplexity
 from gptlm.json_text import parse_json
 
@@ -31,6 +33,7 @@ def write_results(folder: Path, name: str, metrics: Mapping[str, float], of: str
     results = folder / f"{name}_results{suffix}.json"
     if suffix:
         logger.info("results of %s: %s", of, results)
+    owned.note(folder, [results.name, everything.name], owned.RUN)
     for path, content in ((results, metrics), (everything, {**_read(everything), **metrics})):
         _replace(path, content)
 
@@ -42,20 +45,29 @@ def suffix_of(folder: Path, of: str | None) -> str:
     if "" not in owners and any(folder.glob("*_results.json")):
         owners[""] = OWN  # written by a version without this file
     if model == OWN and owners.get("", OWN) != OWN:
-        other = _free(owners)
+        other = _free(owners, folder)
         owners[other] = owners.pop("")
-        for path in folder.glob("*_results.json"):
-            path.replace(path.with_name(f"{path.stem}{other}.json"))
+        moved = {path: path.with_name(f"{path.stem}{other}.json") for path in folder.glob("*_results.json")}
+        owned.note(folder, [path.name for path in moved.values()], owned.RUN)
+        for path, new in moved.items():
+            path.replace(new)
         logger.info("results of %s are called *_results%s.json now", owners[other], other)
     found = next((suffix for suffix, owner in owners.items() if owner == model), None)
-    suffix = found if found is not None else _free(owners)
+    suffix = found if found is not None else _free(owners, folder)
     if owners.get(suffix) != model or found is None:
+        owned.note(folder, [OWNERS], owned.RUN)
         _replace(folder / OWNERS, owners | {suffix: model})
     return suffix
 
 
-def _free(owners: Mapping[str, str]) -> str:
-    return next(s for n in range(1, len(owners) + 3) if (s := f"-{n}" if n > 1 else "") not in owners)
+def _free(owners: Mapping[str, str], folder: Path) -> str:
+    """The first suffix without an owner, and without files that gptlm did not write."""
+    for number in count(1):
+        suffix = f"-{number}" if number > 1 else ""
+        files = [*folder.glob(f"*_results{suffix}.json"), *folder.glob(f"predictions{suffix}")]
+        if suffix not in owners and not files:
+            return suffix
+    raise AssertionError
 
 
 def _replace(path: Path, content: Mapping[str, object]) -> None:
@@ -118,11 +130,13 @@ def summary_table(
     return lines
 
 
-def remove_results(folder: Path) -> None:
-    """Remove the result files of an earlier run; those of other models stay."""
-    own = str(_read(folder / OWNERS).get("", OWN)) == OWN
-    for path in (*(folder.glob("*_results.json") if own else ()), folder / "trainer_state.json"):
-        path.unlink(missing_ok=True)
+def of_other_models(folder: Path, names: Iterable[str]) -> set[str]:
+    """Those of the files `names` in `folder` that are results of other models than the one trained there."""
+    owners = _read(folder / OWNERS)
+    suffixes = [suffix for suffix, owner in owners.items() if str(owner) != OWN]
+    ends = tuple(f"_results{suffix}.json" for suffix in suffixes)
+    parts = tuple(f"predictions{suffix}/" for suffix in suffixes)
+    return {name for name in names if name.endswith(ends) or name.startswith(parts) or (suffixes and name == OWNERS)}
 
 
 def _read(path: Path) -> dict[str, Any]:

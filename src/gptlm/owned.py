@@ -1,0 +1,251 @@
+"""Which files in a folder gptlm wrote: nothing else is ever replaced or deleted.
+
+A folder that a command writes into has a listing, `.gptlm-files`, of JSON lines:
+
+    {"command": "run", "key": null, "files": {"config.json": null, "checkpoint-10/model.safetensors": null}}
+    {"command": "predict", "key": "5e0c41d2a7b90f13", "files": {"texts.jsonl": 1234}}
+    {"removed": ["checkpoint-10/model.safetensors"]}
+
+Names are relative to the folder; one that ends in "/" is a folder with everything in it. The key stands for the
+arguments and the input of a command that writes a result; files of a run have none. The number is the size in bytes: a
+file that has another one now was changed by others, and is theirs. Of several lines about a file the last one counts.
+A line is one write to the end of the file: commands that use the folder at the same time lose no line of each other.
+
+In addition, the files that the manifest.json of a `checkpoint-N` names count. A folder of a version without listings
+has `run.json` and such a checkpoint; in it, all names that those versions wrote count.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlm.json_text import parse_json
+
+logger = logging.getLogger(__name__)
+
+LISTING = ".gptlm-files"
+MANIFEST, RUN_FILE = "manifest.json", "run.json"
+CARD = "README.md"  # of adapters; one that is there already stays
+CHECKPOINT = re.compile(r"checkpoint-\d+")
+TOKENIZER = (
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
+    r"|chat_template\.jinja"
+)
+MODEL = (
+    rf"(config|generation_config|adapter_config)\.json|(adapter_)?model\.safetensors|model\.safetensors\.index\.json"
+    rf"|model-\d{{5}}-of-\d{{5}}\.safetensors|{TOKENIZER}"
+)
+TOKENIZER_FILE, MODEL_FILE = re.compile(TOKENIZER), re.compile(MODEL)
+RUN_FILES = re.compile(  # a run writes them under these names only
+    rf"run\.json|trainer_state\.json|results_of\.json|(train|eval|test|all)_results\.json|(merged/)?({MODEL})"
+)
+EARLIER_FILES = re.compile(
+    rf"{RUN_FILES.pattern}|training_args\.bin|rng_state.*\.pth|(train|eval|test|all)_results-\d+\.json"
+    r"|gptlm-error-\d+\.log|\.checkpoint-\d+\.incomplete/"
+    r"|runs/.*(events\.out\.tfevents\.|vdlrecords\.).*|predictions(-\d+)?/\w+-step-\d+\.jsonl"
+)
+RUN = "run"  # the command of all files of a training run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file in a listing: the command that wrote it, the key of its input, and its size; None where not noted."""
+
+    command: str
+    key: str | None = None
+    size: int | None = None
+
+
+def listing(folder: Path) -> dict[str, Entry]:
+    """The files in `folder` that gptlm wrote, by their names; also names of files that are not there (any more)."""
+    found = _noted(folder)
+    if found is None:
+        found = {name: Entry("") for name in _earlier_names(folder)}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if CHECKPOINT.fullmatch(path.name) and not path.is_symlink():
+            found |= {f"{path.name}/{name}": Entry("") for name in files_of_checkpoint(path)}
+    return found
+
+
+def entry_of(folder: Path, name: str, files: dict[str, Entry] | None = None) -> Entry | None:
+    """The entry of the file `name` in `folder`; None where gptlm did not write it, or it was changed since.
+
+    A link is never gptlm's, nor is what lies behind one.
+
+    Args:
+        files: the listing of `folder`, where several names are looked up.
+    """
+    files = listing(folder) if files is None else files
+    path = folder / name
+    if any(part.is_symlink() for part in (path, *path.parents[: len(Path(name).parts) - 1])):
+        return None
+    entry = files.get(name) or next((files[above] for above in _above(name) if above in files), None)
+    if entry is None or (entry.size is not None and path.is_file() and path.stat().st_size != entry.size):
+        return None
+    return entry
+
+
+def is_own_folder(folder: Path, name: str, files: dict[str, Entry] | None = None) -> bool:
+    """Whether gptlm made the folder `name` in `folder`: it is no link, and files in it are listed."""
+    files = listing(folder) if files is None else files
+    return not (folder / name).is_symlink() and any(file.startswith(f"{name}/") for file in files)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a training run wrote into `folder`, or it holds a checkpoint of one."""
+    return any(entry.key is None for entry in listing(folder).values())
+
+
+def note(folder: Path, names: Iterable[str], command: str, key: str | None = None) -> None:
+    """Add the files `names` in `folder` to its listing, with a `key` also their sizes.
+
+    Files of a run are noted before they are written, so that those of an interrupted one count; a result afterwards.
+
+    Raises:
+        OSError: if the listing cannot be written.
+    """
+    files = {name: (folder / name).stat().st_size if key is not None else None for name in names}
+    _list_earlier(folder)
+    _append(folder, {"command": command, "key": key, "files": files})
+
+
+def remove(folder: Path, name: str) -> bool:
+    """Delete the file or folder `name` in `folder`, as far as gptlm wrote it; returns whether nothing of it is left."""
+    _list_earlier(folder)
+    files, path, removed = listing(folder), folder / name, []
+    for file in [path] if path.is_symlink() or not path.is_dir() else files_below(path):
+        own = file.relative_to(folder).as_posix()
+        is_inside = any(above in files for above in _above(own))  # also a link in a folder that is all gptlm's
+        if is_inside and not path.is_symlink() or entry_of(folder, own, files) is not None:
+            file.unlink(missing_ok=True)
+            removed.append(own)
+    if path.is_dir() and not path.is_symlink():
+        for below, _, _ in os.walk(path, topdown=False):
+            if not os.listdir(below):
+                os.rmdir(below)
+    if f"{name}/" in files:
+        removed.append(f"{name}/")
+    if removed and folder.is_dir():
+        _append(folder, {"removed": removed})
+    return not os.path.lexists(path)
+
+
+def make_way(folder: Path, name: str) -> None:
+    """Let nothing be at `name` in `folder`: what gptlm wrote is removed, anything else is renamed, with a warning."""
+    if os.path.lexists(folder / name) and not remove(folder, name):
+        logger.warning("%s was not written by gptlm; renamed to %s", folder / name, rename_aside(folder, name))
+
+
+def rename_aside(folder: Path, name: str) -> Path:
+    """Rename `name` in `folder` to `left-NAME`, or `left-NAME-2` and so on; nothing of it is gptlm's then."""
+    path = folder / name
+    number, aside = 2, path.with_name(f"left-{path.name}")
+    while os.path.lexists(aside):
+        number, aside = number + 1, path.with_name(f"left-{path.name}-{number}")
+    path.rename(aside)
+    if below := [file for file in _noted(folder) or () if file == name or file.startswith(f"{name}/")]:
+        _append(folder, {"removed": below})
+    return aside
+
+
+def move_in(staging: Path, folder: Path, command: str, key: str | None = None) -> None:
+    """Move all files below `staging` to the same names in `folder`, note them, and remove `staging`.
+
+    A file that gptlm did not write is renamed before, with a warning; a README.md stays.
+    """
+    names = sorted(file.relative_to(staging).as_posix() for file in files_below(staging))
+    files = listing(folder)
+    for name in list(names):
+        if not os.path.lexists(folder / name) or entry_of(folder, name, files) is not None:
+            continue
+        if name == CARD:
+            names.remove(name)
+        else:
+            make_way(folder, name)
+    if key is None:
+        note(folder, names, command)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, folder / name)
+    if key is not None:
+        note(folder, names, command, key)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def files_of_checkpoint(path: Path) -> list[str]:
+    """The files that the manifest.json of the checkpoint in `path` names, and itself; none where it is no manifest."""
+    try:
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
+        if "global_step" not in manifest:
+            return []
+        return [MANIFEST, *(name for name in manifest["files"] if ".." not in Path(name).parts)]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _noted(folder: Path) -> dict[str, Entry] | None:
+    """The listing of `folder`; None if it has none."""
+    try:
+        lines = (folder / LISTING).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    found: dict[str, Entry] = {}
+    for line in filter(None, lines):
+        try:
+            noted = parse_json(line)
+            for name in noted.get("removed", ()):
+                found.pop(name, None)
+            for name, size in noted.get("files", {}).items():
+                found[name] = Entry(noted["command"], noted["key"], size)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue  # cut off where the disk was full
+    return found
+
+
+def _append(folder: Path, content: dict[str, object]) -> None:
+    line = f"\n{json.dumps(content)}\n".encode()  # on a line of its own, also after one that was cut off
+    handle = os.open(folder / LISTING, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.write(handle, line)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _list_earlier(folder: Path) -> None:
+    """Give the folder of a version without listings one with what that version wrote, before it gets other lines."""
+    if names := _earlier_names(folder):
+        _append(folder, {"command": RUN, "key": None, "files": dict.fromkeys(names)})
+
+
+def _earlier_names(folder: Path) -> list[str]:
+    """Names in `folder` that versions without listings wrote, if such a version trained there."""
+    if not _is_earlier_run(folder):
+        return []
+    found = (path.relative_to(folder).as_posix() for path in files_below(folder))
+    names = {name for name in found if EARLIER_FILES.fullmatch(name)}
+    parts = {f"{path.name}/" for path in folder.iterdir() if path.is_dir()}
+    return sorted(names | {name for name in parts if EARLIER_FILES.fullmatch(name)})
+
+
+def _is_earlier_run(folder: Path) -> bool:
+    if not (folder / RUN_FILE).is_file() or (folder / LISTING).exists():
+        return False
+    return any(files_of_checkpoint(path) for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Files and links below `folder`; links are not followed."""
+    for below, folders, files in os.walk(folder):
+        yield from (Path(below) / name for name in files)
+        yield from (path for name in folders if (path := Path(below) / name).is_symlink())
+
+
+def _above(name: str) -> list[str]:
+    """The folders that `name` lies in, as a listing writes them."""
+    return [f"{above.as_posix()}/" for above in Path(name).parents if above.name]
