@@ -15,6 +15,8 @@ ALGORITHM = "xxh3_128"
 THREADS = 8  # files that are read at a time
 CHUNK = 8 << 20  # bytes in memory per file
 
+Checksum = xxhash.xxh3_128  # of what comes in parts
+
 
 def checksum(data: Any) -> str:
     """Of bytes, or of a contiguous array's bytes; 32 hexadecimal digits."""
@@ -23,7 +25,7 @@ def checksum(data: Any) -> str:
 
 def file_checksum(path: Path) -> str:
     """Raises OSError if the file cannot be read."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+    digest, buffer = Checksum(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             digest.update(buffer[:size])

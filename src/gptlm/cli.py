@@ -20,7 +20,7 @@ from typing import Any
 
 from gptlm import __version__
 from gptlm.commands.convert import CONVERT, parse_convert
-from gptlm.commands.data import COPY, ORDER, PREFIX, parse_copy, parse_order, parse_prefix
+from gptlm.commands.data import CHECK, COPY, ORDER, PREFIX, parse_check, parse_copy, parse_order, parse_prefix
 from gptlm.commands.demo import DEMO, parse_demo
 from gptlm.commands.evaluate import EVALUATE, parse_evaluate, resolve_evaluate
 from gptlm.commands.evaluate import HELP as EVALUATE_HELP
@@ -305,7 +305,7 @@ def _parse_index(argv: Sequence[str]) -> Run:
 
 INDEX_SUMMARY = "Build the sample index of a pretraining command; takes its arguments and --world_size."
 DATA_TOOLS: dict[str, tuple[str, Vocabulary, Callable[[Sequence[str]], Any]]] = {
-    "check": ("Check that token files are complete.", PREFIX, parse_prefix),
+    "check": ("Check that token files are complete.", CHECK, parse_check),
     "stats": ("Statistics of one corpus.", PREFIX, parse_prefix),
     "show": ("Print one training sample with its document boundaries.", ORDER, parse_order),
     "order": ("Print which samples each split contains, with a hash.", ORDER, parse_order),

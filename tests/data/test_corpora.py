@@ -92,15 +92,38 @@ def test_an_array_of_another_entry_is_noticed(corpus_folder, tmp_path):
     assert (all_samples(build(corpora, IndexCache([tmp_path / "a"]))) == first).all()
 
 
+def test_changed_entries_of_an_index_are_built_again(corpus_folder, tmp_path, monkeypatch):
+    """One changed value in each array, form and size kept."""
+    lines = list[str]()
+    monkeypatch.setattr(cache_module.logger, "warning", lambda text, *values: lines.append(text % values))
+    corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
+    cache = IndexCache([tmp_path])
+    first = all_samples(build(corpora, cache))
+    files = sorted(tmp_path.glob("*.npy"))
+    assert len(files) == 4
+    for file in files:
+        lines.clear()
+        good = file.read_bytes()
+        array = np.load(file)
+        array.flat[-1] += 1
+        np.save(file, array)
+        assert file.stat().st_size == len(good) and file.read_bytes() != good
+        assert (all_samples(build(corpora, cache)) == first).all()
+        assert len(lines) == 1 and f"the content of {file.name} is not what was written" in lines[0], lines
+        assert file.read_bytes() == good
+
+
 def test_entries_of_older_versions_are_still_read(corpus_folder, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
     corpora = open_corpora(str(corpus_folder / "mmap"), "90,5,5")
     build(corpora, IndexCache([tmp_path]))
     (description,) = tmp_path.glob("*.json")
     noted = json.loads(description.read_text())
-    description.write_text(json.dumps({**noted, "arrays": list(noted["arrays"])}))
+    assert noted.pop("xxh3_128").keys() == noted["arrays"].keys()
     monkeypatch.setattr(cache_module, "_store", None)
-    build(corpora, IndexCache([tmp_path]))
+    for arrays in (noted["arrays"], list(noted["arrays"])):
+        description.write_text(json.dumps({**noted, "arrays": arrays}))
+        build(corpora, IndexCache([tmp_path]))
     assert "damaged" not in caplog.text
 
 

@@ -7,9 +7,10 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+import xxhash
 
 from gptlm.data.corpora import find_prefixes, parse_input
-from gptlm.data.indexed import dtype_for, first_bad_token, id_range, open_tokens
+from gptlm.data.indexed import content_fingerprint, dtype_for, first_bad_token, id_range, open_tokens
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from tests.golden import recorded
@@ -84,7 +85,8 @@ def test_metadata_names_tokenizer_and_counts(tmp_path):
     write(tmp_path / "a", [[1, 2], [50]])
     facts = json.loads((tmp_path / "a.meta.json").read_text())
     assert facts == {
-        "tokenizer": "t", "vocab_size": 100, "dtype": "uint16", "documents": 2, "tokens": 3, "max_id": 50
+        "tokenizer": "t", "vocab_size": 100, "dtype": "uint16", "documents": 2, "tokens": 3, "max_id": 50,
+        "xxh3_128": xxhash.xxh3_128_hexdigest(struct.pack("<3H", 1, 2, 50)),
     }  # fmt: skip
 
 
@@ -326,6 +328,26 @@ def test_input_dir_forms(tmp_path):
     assert parse_input(folder) == [(1.0, f"{folder}/a"), (1.0, f"{folder}/b"), (1.0, f"{folder}/n")]
     assert parse_input(f"{folder}/a") == [(1.0, f"{folder}/a")]
     assert parse_input(f"0.3 {folder}/a 0.7 {folder}/b") == [(0.3, f"{folder}/a"), (0.7, f"{folder}/b")]
+
+
+def test_the_fingerprint_samples_64_blocks_of_64_kib(tmp_path):
+    """Evenly spaced, the first and the last included; what lies between them is not read."""
+    count, block = 10_000_000, (64 << 10) // 2
+    starts = [(count - block) * k // 63 for k in range(64)]
+    ids = np.zeros(count, np.uint16)
+    write(tmp_path / "a", [ids])
+    first = content_fingerprint(open_tokens(str(tmp_path / "a")))
+    write(tmp_path / "b", [ids], layout="npy")
+    assert content_fingerprint(open_tokens(str(tmp_path / "b"))) == first
+    tokens = np.memmap(tmp_path / "a.bin", np.uint16, "r+")
+    for place in (0, starts[1], starts[40] + block - 1, count - 1):
+        tokens[place] = 1
+        assert content_fingerprint(open_tokens(str(tmp_path / "a"))) != first, place
+        tokens[place] = 0
+    for place in (block, starts[1] - 1, starts[40] + block, starts[63] - 1):
+        tokens[place] = 1
+        assert content_fingerprint(open_tokens(str(tmp_path / "a"))) == first, place
+        tokens[place] = 0
 
 
 def test_a_folder_with_a_blank_in_its_name_is_a_folder(tmp_path):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import xxhash
 
 from gptlm.cli import main
 from gptlm.commands.pretrain import parse_pretrain
@@ -104,6 +105,26 @@ def test_check_and_stats(tmp_path, capsys):
     (tmp_path / "a.idx").write_bytes(bytes(content))
     code, _, err = run(capsys, "check", tmp_path / "a")
     assert code == 1 and "document 9 starts before" in err
+
+
+@pytest.mark.parametrize("layout", ["mmap", "lazy", "npy"])
+def test_check_full_hashes_all_ids(tmp_path, capsys, layout):
+    write_tokens(tmp_path / "a", documents=10, layout=layout)
+    file = tmp_path / ("a_ids.npy" if layout == "npy" else "a.bin")
+    head = 128 if layout == "npy" else 0
+    expected = xxhash.xxh3_128_hexdigest(file.read_bytes()[head:])
+    code, out, _ = run(capsys, "check", tmp_path / "a", "--full")
+    assert code == 0 and f"xxh3_128 of all ids: {expected} (as noted when they were written)" in out
+    assert "xxh3" not in run(capsys, "check", tmp_path / "a")[1]
+    content = bytearray(file.read_bytes())
+    content[head + 200] ^= 1  # another id in the vocabulary
+    file.write_bytes(bytes(content))
+    assert run(capsys, "check", tmp_path / "a")[0] == 0
+    code, _, err = run(capsys, "check", tmp_path / "a", "--full")
+    assert code == 1 and "the ids are not those that were written" in err and expected in err
+    (tmp_path / "a.meta.json").unlink()
+    code, out, _ = run(capsys, "check", "--full", "--prefix", tmp_path / "a")
+    assert code == 0 and f"{xxhash.xxh3_128_hexdigest(bytes(content[head:]))} (none was noted)" in out
 
 
 def test_a_note_beside_the_data_that_does_not_fit_is_named(tmp_path, capsys):

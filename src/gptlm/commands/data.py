@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from gptlm.compat import paddlenlp
-from gptlm.config.args.data import CopyArguments, OrderArguments, OrderQuestion, PrefixArguments
+from gptlm.config.args.data import CheckArguments, CopyArguments, OrderArguments, OrderQuestion, PrefixArguments
 from gptlm.config.field import check_fields
 from gptlm.config.parser import Vocabulary, parse
 from gptlm.config.problem import missing, not_a_folder, usage_error
@@ -13,6 +14,8 @@ from gptlm.errors import UsageError
 ORDER = Vocabulary((OrderArguments,), paddlenlp.ORDER_RENAMED)
 COPY = Vocabulary((CopyArguments,), paddlenlp.COPY_RENAMED)
 PREFIX = Vocabulary((PrefixArguments,))
+Arguments = TypeVar("Arguments", bound=PrefixArguments)
+CHECK = Vocabulary((CheckArguments,))
 
 
 def parse_order(argv: Sequence[str]) -> OrderQuestion:
@@ -38,11 +41,20 @@ def parse_copy(argv: Sequence[str]) -> CopyArguments:
 
 def parse_prefix(argv: Sequence[str]) -> PrefixArguments:
     """`PREFIX` or `--prefix PREFIX`. Raises UsageError listing everything that is wrong."""
+    return _one_corpus(PrefixArguments, PREFIX, argv)
+
+
+def parse_check(argv: Sequence[str]) -> CheckArguments:
+    """As `parse_prefix`, with the flags of `check`."""
+    return _one_corpus(CheckArguments, CHECK, argv)
+
+
+def _one_corpus(group: type[Arguments], vocabulary: Vocabulary, argv: Sequence[str]) -> Arguments:
     words = list(argv)
     if words and not words[0].startswith("--"):
         words.insert(0, "--prefix")
-    parsed = parse(PREFIX, words)
-    arguments = parsed[PrefixArguments]
+    parsed = parse(vocabulary, words)
+    arguments = parsed[group]
     if not arguments.prefix:
         raise UsageError("the prefix of the token files is missing: gptlm data check PREFIX")
     if problems := check_fields(arguments):

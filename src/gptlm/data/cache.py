@@ -1,8 +1,8 @@
 """Index arrays kept on disk between runs.
 
 The name of an entry is the hash of everything its arrays depend on. Its files are synced and renamed, the description
-last, and an entry is valid only if all arrays are as described. So readers never see half an entry, and two processes
-can build the same entry at the same time.
+last, and an entry is valid only if all arrays have the form and the checksum in the description. So readers never see
+half an entry, and two processes can build the same entry at the same time.
 """
 
 import hashlib
@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.format import read_array
 
+from gptlm.checksums import ALGORITHM, checksum
+from gptlm.data.numpy_files import check_npy
 from gptlm.disk import replacing
 from gptlm.json_text import parse_json
 
@@ -66,7 +69,7 @@ def _load(folder: Path, name: str, what: dict) -> Arrays | None:
         entry = parse_json(description.read_text(encoding="utf-8"))
         if entry["of"] != json.loads(json.dumps(what)) or not entry["arrays"]:
             raise ValueError("it describes something else")
-        return {key: _load_array(folder / f"{name}_{key}.npy", entry["arrays"]) for key in entry["arrays"]}
+        return {key: _load_array(folder / f"{name}_{key}.npy", key, entry) for key in entry["arrays"]}
     except Exception as error:  # numpy and zipfile raise many kinds on damaged files
         if not (isinstance(error, FileNotFoundError) and error.filename == str(description)):
             logger.warning(
@@ -75,17 +78,19 @@ def _load(folder: Path, name: str, what: dict) -> Arrays | None:
         return None
 
 
-def _load_array(path: Path, arrays: list | dict) -> np.ndarray:
-    """One array, of the type and shape in the description (entries of older versions list names only)."""
+def _load_array(path: Path, key: str, entry: dict) -> np.ndarray:
+    """One array, as in the description `entry`; those of older versions have names only, or no checksums."""
     try:
-        array = np.load(path, allow_pickle=False)  # not a mapping, see token_file.py
-    except (EOFError, ValueError):  # numpy takes damaged files for pickles and tells how to load those
-        raise ValueError(f"{path.name} ({path.stat().st_size:,} bytes) is not an array file") from None
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path.name} is not an array")
-    key = path.stem.partition("_")[2]
-    if isinstance(arrays, dict) and arrays[key] != _form(array):
-        raise ValueError(f"{path.name} has {_form(array)} instead of {arrays[key]}")
+        with path.open("rb") as file:  # not a mapping, see token_file.py
+            check_npy(file, path.stat().st_size)
+            file.seek(0)
+            array = read_array(file, allow_pickle=False)
+    except (EOFError, ValueError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    if isinstance(entry["arrays"], dict) and entry["arrays"][key] != _form(array):
+        raise ValueError(f"{path.name} has {_form(array)} instead of {entry['arrays'][key]}")
+    if ALGORITHM in entry and entry[ALGORITHM][key] != checksum(np.ascontiguousarray(array)):
+        raise ValueError(f"the content of {path.name} is not what was written")
     return array
 
 
@@ -99,6 +104,7 @@ def _store(folder: Path, name: str, what: dict, arrays: Arrays) -> None:
         with replacing(folder / f"{name}_{key}.npy") as file:
             np.save(file, array)
     what = json.loads(json.dumps(what, sort_keys=True))
-    entry = {"of": what, "arrays": {key: _form(array) for key, array in arrays.items()}}
+    sums = {key: checksum(np.ascontiguousarray(array)) for key, array in arrays.items()}
+    entry = {"of": what, "arrays": {key: _form(array) for key, array in arrays.items()}, ALGORITHM: sums}
     with replacing(folder / f"{name}.json") as file:
         file.write((json.dumps(entry, indent=1) + "\n").encode())

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gptlm.checksums import ALGORITHM, Checksum
 from gptlm.data.numpy_files import AGAIN, check_npy, load_npz
 from gptlm.data.token_file import Ids, TokenFile
 from gptlm.errors import GptlmError, reason_of
@@ -31,7 +32,7 @@ TNT_START = len(TNT_MAGIC) + TNT_HEADER.itemsize  # 56 bytes
 # Codes 6 and 7 are floats whose width differs between writers; no text corpus has them.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCABULARY = 65500  # the originals store ids of smaller vocabularies as uint16
-FINGERPRINT_BLOCKS, FINGERPRINT_TOKENS = 64, 2048  # blocks of ids that are hashed, and tokens in each
+FINGERPRINT_BLOCKS, FINGERPRINT_TOKENS = 64, 1 << 15  # 64 KiB of uint16 in each block
 SCAN_TOKENS = 1 << 24  # tokens in memory at a time when all ids are checked
 
 
@@ -270,12 +271,23 @@ def first_bad_token(tokens: IndexedTokens, vocab_size: int) -> tuple[int, int, i
 
 
 def content_fingerprint(tokens: IndexedTokens) -> str:
-    """A hash of the number of ids and of 64 evenly spaced blocks of them, independent of the file format."""
+    """A hash of the number of ids and of 64 evenly spaced blocks of them, independent of file format and dtype.
+
+    The first and the last ids are included. It is a sample: a change between the blocks is not noticed.
+    """
     digest = hashlib.sha256(str(len(tokens.tokens)).encode())
     last = max(0, len(tokens.tokens) - FINGERPRINT_TOKENS)
     for start in sorted({last * k // (FINGERPRINT_BLOCKS - 1) for k in range(FINGERPRINT_BLOCKS)}):
         digest.update(tokens.tokens[start : start + FINGERPRINT_TOKENS].astype("<i8").tobytes())
     return digest.hexdigest()[:16]
+
+
+def full_checksum(tokens: IndexedTokens) -> str:
+    """The checksum of all ids as they are stored; of a `.bin` it is what `xxh128sum` prints."""
+    digest = Checksum()
+    for start in range(0, len(tokens.tokens), SCAN_TOKENS):
+        digest.update(np.ascontiguousarray(tokens.tokens[start : start + SCAN_TOKENS]).data)
+    return digest.hexdigest()
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -302,6 +314,8 @@ def read_metadata(prefix: str) -> dict:
         for name in ("max_id", "tokens", "vocab_size"):
             if not isinstance(facts.get(name, 0), int):
                 raise ValueError(f"{name} is {facts[name]!r}")
+        if not isinstance(facts.get(ALGORITHM, ""), str):
+            raise ValueError(f"{ALGORITHM} is {facts[ALGORITHM]!r}")
         return facts
     except (ValueError, TypeError) as error:
         raise GptlmError(f"{path} is damaged ({error}); remove it or {AGAIN}") from error

@@ -9,6 +9,7 @@ from typing import IO
 
 import numpy as np
 
+from gptlm.checksums import ALGORITHM, Checksum
 from gptlm.data.indexed import (
     DTYPES,
     HEADER,
@@ -51,6 +52,7 @@ class IndexedTokensWriter:
         self.document_starts = array("q", [0])
         self.total = 0
         self.max_id = -1
+        self._checksum = Checksum()
         self.tokens_path, self.index_path, _ = token_files(prefix, layout)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(_temporary(self.tokens_path), "wb")
@@ -96,7 +98,9 @@ class IndexedTokensWriter:
                     f"ids would be stored wrongly in {self.dtype}"
                 )
             self.max_id = max(self.max_id, high)
-        self._file.write(ids.astype(self.dtype).tobytes())
+        stored = ids.astype(self.dtype).tobytes()
+        self._file.write(stored)
+        self._checksum.update(stored)
         self.total += len(ids)
 
     def finish(self, metadata: dict) -> list[Path]:
@@ -112,6 +116,7 @@ class IndexedTokensWriter:
             "documents": len(self.document_starts) - 1,
             "tokens": self.total,
             "max_id": self.max_id,
+            ALGORITHM: self._checksum.hexdigest(),
         }
         with open(_temporary(self.index_path), "wb") as file:
             self._write_index(file)

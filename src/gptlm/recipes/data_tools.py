@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlm.config.args.data import CopyArguments, OrderQuestion, PrefixArguments
+from gptlm.checksums import ALGORITHM
+from gptlm.config.args.data import CheckArguments, CopyArguments, OrderQuestion, PrefixArguments
 from gptlm.config.run import PretrainRun, with_epochs_counted
 from gptlm.data.blocks import BlockDataset, PretrainingDataset, build_split
 from gptlm.data.cache import IndexCache
 from gptlm.data.corpora import SPLITS, Corpus, find_prefixes, missing_eos, open_corpora
-from gptlm.data.indexed import IndexedTokens, first_bad_token, id_range, open_tokens, read_metadata
+from gptlm.data.indexed import IndexedTokens, first_bad_token, full_checksum, id_range, open_tokens, read_metadata
 from gptlm.data.writer import IndexedTokensWriter, token_files
 from gptlm.disk import write_failure
 from gptlm.errors import GptlmError
@@ -56,7 +57,7 @@ def show(question: OrderQuestion) -> None:
             print(tokenizer.decode(ids.tolist()))
 
 
-def check(arguments: PrefixArguments) -> None:
+def check(arguments: CheckArguments) -> None:
     """Check every invariant of one corpus.
 
     Raises:
@@ -76,9 +77,18 @@ def check(arguments: PrefixArguments) -> None:
             f"{tokens.prefix}.meta.json {noted}, the file has {len(tokens.tokens):,}: it describes other data; "
             "remove it or preprocess again"
         )
+    found = full_checksum(tokens) if arguments.full else None
+    written = facts.get(ALGORITHM)
+    if found and written not in (None, found):
+        raise GptlmError(
+            f"{tokens.path}: the ids are not those that were written: their {ALGORITHM} is {found}, {written} in "
+            f"{tokens.prefix}.meta.json; copy the files again, or preprocess again"
+        )
     known = f"below {vocab_size}" if vocab_size else "vocabulary unknown"
     counts = f"{len(tokens)} sequences, {len(tokens.tokens):,} tokens"
     print(f"{tokens.prefix} is whole: {counts}, ids {low} to {high} ({known})")
+    if found:
+        print(f"{ALGORITHM} of all ids: {found} ({'as noted when they were written' if written else 'none was noted'})")
     if problem := missing_eos(tokens, facts.get("eos_token_id")):
         print(f"warning: {problem}")
 

@@ -147,6 +147,17 @@ class PrefixArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckArguments(PrefixArguments):
+    """Token files to check"""
+
+    full: bool = arg(
+        False,
+        "also hash all token ids: print the hash (XXH3, of a .bin that of xxh128sum), and compare it with the one that "
+        "preprocessing noted",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopyArguments:
     """Token files to join or to convert"""
 

@@ -24,8 +24,9 @@ from gptlm.signals import held
 
 logger = logging.getLogger(__name__)
 
-MEANINGS = {"content": "the token files were changed, the samples to come are of other text"}
-UNNOTED = {"content": "does not note the content of the token files: whether they are still the same is not checked"}
+SAMPLED = "sampled_content"  # of the token files: blocks of them
+MEANINGS = {SAMPLED: "the token files were changed, the samples to come are of other text"}
+UNNOTED = {SAMPLED: "does not note the content of the token files: whether they are still the same is not checked"}
 
 
 def check_output(flag: str, folder: Path) -> None:

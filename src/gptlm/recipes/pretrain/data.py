@@ -21,6 +21,7 @@ from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import main_process_first
+from gptlm.recipes.common.resume import SAMPLED
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ def order_manifest(run: PretrainRun, dataset: PretrainingDataset | None) -> dict
         return {}
     parts = getattr(dataset, "datasets", [dataset])
     reads = is_main_process()
-    content = {"content": [content_fingerprint(part.tokens) for part in parts]} if reads else {}
+    content = {SAMPLED: [content_fingerprint(part.tokens) for part in parts]} if reads else {}
     return content | {
         "data_order": run.data.data_order,
         "data": [content_hash(part.tokens.sizes) for part in parts],
