@@ -1,11 +1,17 @@
-"""The two passes of `residual_norm` as Triton kernels: a program holds whole rows, widths up to WIDEST."""
+"""The two passes of `residual_norm` as Triton kernels: a program holds whole rows, widths up to WIDEST.
+
+Sums over all rows are partial sums of each program, and then the sum of these. The order of additions depends on shapes
+and the GPU only, so results repeat.
+"""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gptlm.kernels.column_sum import add_parts, processors, stages
+PIPELINED = 160 * 1024  # bytes of shared memory for a loop that loads two iterations ahead, as an A100 and newer have
 
 
 def forward(
@@ -38,23 +44,25 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """See `residual_norm.gradients`; all tensors are contiguous."""
     rows, width = total.shape
-    device = total.get_device()
+    device: Any = torch.cuda.get_device_properties(total.device)
     gradient = torch.empty_like(total)
     padded = triton.next_power_of_2(width)
     # measured on an H200: programs of a multiprocessor, rows of an iteration, warps of a program
     programs, step, warps = (3, 2, 4) if padded <= 1024 else (1, max(1, 8192 // padded), 8)
-    programs *= processors(device)
+    programs *= device.multi_processor_count
     parts = torch.empty(programs, 3 if with_bias else 2, width, dtype=torch.float32, device=total.device)
+    sums = torch.empty(parts.shape[1:], dtype=weight.dtype, device=total.device)
     _backward[(programs,)](
         *(normed_gradient, total_gradient, total, weight, mean, scale, gradient, parts, rows),
         WIDTH=width,
         PADDED=padded,
         ROWS=step,
         BIAS=with_bias,
-        STAGES=stages(device),
+        STAGES=3 if device.shared_memory_per_block_optin >= PIPELINED else 1,
         num_warps=warps,
     )
-    return gradient, add_parts(parts, weight.dtype)
+    _add_parts[(triton.cdiv(sums.numel(), 32),)](parts, sums, programs, sums.numel(), COLUMNS=32, ROWS=32, num_warps=4)
+    return gradient, sums
 
 
 @triton.jit
@@ -143,3 +151,15 @@ def _backward(
     tl.store(place + WIDTH, tl.sum(bias_sum, 0), mask=inside)
     if BIAS:
         tl.store(place + 2 * WIDTH, tl.sum(branch_sum, 0), mask=inside)
+
+
+@triton.jit
+def _add_parts(parts, total, count, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, count, ROWS):
+        n = start + tl.arange(0, ROWS)
+        mask = (n < count)[:, None] & inside[None, :]
+        summed += tl.load(parts + n[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    tl.store(total + column, tl.sum(summed, 0).to(total.dtype.element_ty), mask=inside)
