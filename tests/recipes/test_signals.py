@@ -219,3 +219,20 @@ def test_all_ranks_save_the_step_at_which_one_of_them_or_the_launcher_has_a_sign
         assert printed.count(f"ended by {number.name} after step {step}; {saved.path} is where") == 1, printed
         assert "error" not in printed and not (output / ".lock").exists()
         assert not any(rank.is_running() for rank in ranks.values())
+
+
+@pytest.mark.distributed
+def test_a_stopped_rank_ends_the_run_and_is_named(tiny_model, corpus_folder, tmp_path):
+    words = [*WORDS, "--max_steps", 4000, "--save_steps", 4000, "--ddp_timeout", 8]
+    words += ["--input_dir", corpus_folder / "mmap", "--model_name_or_path", tiny_model]
+    output = tmp_path / "here" / "out"
+    launcher = launched(tmp_path / "here", *words, "--output_dir", output)
+    log = tmp_path / "here" / "log" / "workerlog.0"
+    wait_for(lambda: log.exists() and "global_step: 4" in log.read_text(), launcher)
+    ranks = ranks_of(launcher)
+    ranks[1].suspend()
+    printed, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 1
+    assert "rank 1 lets the others wait longer than 8 s and gives no sign of life after step " in printed, printed
+    assert "--ddp_timeout" in printed and not (output / ".lock").exists()
+    assert not any(rank.is_running() for rank in ranks.values())

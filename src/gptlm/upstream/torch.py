@@ -1,5 +1,6 @@
 """Private names of torch. Tried with 2.11.0 and 2.13.0."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ COLLECTIVES = (
 )
 GROUP_NAMES = (Needed(_C10D, "_resolve_process_group", ("group_name",)),)
 STORE = (Needed(_C10D, "_get_default_store"),)
+GROUP_TIMEOUTS = (Needed(_C10D, "default_pg_timeout"), Needed(_C10D, "default_pg_nccl_timeout"))
 LINEAR = (Needed("torch._C._nn", "linear"),)
 # `torch.nn.attention.varlen` calls it, too, but has no dropout
 ATTENTION = (Needed("torch", "ops.aten._flash_attention_forward"),)
@@ -42,7 +44,19 @@ TRITON = (Needed("torch.utils._triton", "has_triton"),)
 DYNAMIC = (Needed("torch._dynamo", "maybe_mark_dynamic", ("t", "index")),)
 STAGE = (Needed("torch.distributed.pipelining", "PipelineStage._prepare_forward_infra"),)
 LAST_LR = (Needed("torch.optim.lr_scheduler", "LRScheduler", uses=("_last_lr",)),)
-ALL = (*COLLECTIVES, *GROUP_NAMES, *STORE, *LINEAR, *ATTENTION, *NVLINK, *TRITON, *DYNAMIC, *STAGE, *LAST_LR)
+ALL = (
+    *COLLECTIVES,
+    *GROUP_NAMES,
+    *STORE,
+    *GROUP_TIMEOUTS,
+    *LINEAR,
+    *ATTENTION,
+    *NVLINK,
+    *TRITON,
+    *DYNAMIC,
+    *STAGE,
+    *LAST_LR,
+)
 
 
 def check(needed: tuple[Needed, ...] = ALL) -> str | None:
@@ -104,6 +118,13 @@ def default_store() -> dist.Store:
     """
     require("torch", STORE, "waiting for the main process")
     return dist.distributed_c10d._get_default_store()
+
+
+def set_group_timeout(seconds: int) -> None:
+    """The time limit of process groups that are created without one; torch's is 10 minutes with NCCL."""
+    if available("torch", GROUP_TIMEOUTS, "groups of some of the processes have torch's own time limit"):
+        c10d: Any = dist.distributed_c10d
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
 
 
 # Devices --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.ranks import is_main_process, local_rank, rank, world_size
+from gptlm.recipes.common.heartbeat import missing_rank
 from gptlm.upstream.torch import default_store
 
 TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
@@ -35,6 +36,10 @@ def explain_timeout(seconds: int) -> Iterator[None]:
         text = str(error)
         if not TIMED_OUT.search(text) or not (isinstance(error, dist.DistError) or LIBRARIES.search(text)):
             raise
+        if found := missing_rank(seconds):
+            raise GptlmError(
+                f"{found}; if it only needs time, give more seconds with {named('ddp_timeout')}"
+            ) from error
         raise GptlmError(
             f"another process let this one wait longer than {seconds} s: it is still at work (an index, a checkpoint) "
             f"or has ended; if it only needs time, give more seconds with {named('ddp_timeout')}"

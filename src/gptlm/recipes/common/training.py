@@ -31,6 +31,7 @@ from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
 from gptlm.recipes.common.device import Device, choose_device, use_device
+from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.model import log_weights_source
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
 from gptlm.recipes.common.resume import (
@@ -69,6 +70,7 @@ class Job:
         resume: the checkpoint to resume from; None for a new run.
         deepspeed: the complete DeepSpeed configuration; None without it.
         mesh: process groups where several processes share a replica of the model.
+        heartbeat: signs of life for the other processes; None: there are none.
     """
 
     device: Device
@@ -76,6 +78,7 @@ class Job:
     arguments: HFTrainingArguments
     deepspeed: dict[str, Any] | None
     mesh: Mesh | None
+    heartbeat: Heartbeat | None
 
 
 def check_run(
@@ -115,7 +118,9 @@ def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) ->
         setup_deepspeed(on_cpu=device.type == "cpu")
     arguments = hf_arguments(run, device, deepspeed)
     mesh = Mesh(run.dims) if run.dims.is_model_parallel else None
-    return Job(device, resume, arguments, deepspeed, mesh)
+    is_alone = arguments.world_size == 1
+    heartbeat = None if is_alone else Heartbeat(run.training.ddp_timeout, ends=device.type == "cuda")
+    return Job(device, resume, arguments, deepspeed, mesh, heartbeat)
 
 
 def build_trainer(
@@ -146,7 +151,7 @@ def build_trainer(
     return GPTTrainer(
         model=model,
         args=job.arguments,
-        callbacks=tracker_callbacks(run, Path(training.output_dir or "")),
+        callbacks=[*tracker_callbacks(run, Path(training.output_dir or "")), *filter(None, [job.heartbeat])],
         mesh=job.mesh,
         save_on_signal=training.save_on_signal,
         weights=make_weights(run, job),

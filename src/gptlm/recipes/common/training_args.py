@@ -18,8 +18,10 @@ from gptlm.config.origin import Origin
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError, reason_of
 from gptlm.quiet import quiet_transformers
+from gptlm.ranks import world_size
 from gptlm.recipes.common.device import Device
 from gptlm.recipes.common.main_process_first import init_gloo
+from gptlm.upstream.torch import set_group_timeout
 from gptlm.upstream.transformers import use_one_gpu
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = No
     flags = device.half_weights == (deepspeed is not None)
     quiet_transformers()
     training = run.training
+    if world_size() > 1:
+        set_group_timeout(training.ddp_timeout)  # else groups of some of the processes have torch's own
     if device.type == "cpu":
         init_gloo(training.ddp_timeout)  # transformers passes no time limit to gloo
     arguments = TrainingArguments(
