@@ -3,13 +3,16 @@
 import errno
 import os
 import resource
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from gptlm.checkpoint.folder import writing
-from gptlm.disk import write_failure
+from gptlm.cli import main
+from gptlm.disk import read_file, write_failure
 from gptlm.errors import GptlmError
 
 
@@ -58,6 +61,51 @@ def test_what_safetensors_and_torch_say_of_a_limit_is_understood(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "free" not in str(caught.value)
+
+
+@contextmanager
+def files_limited_to(size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_devices_are_not_read(tmp_path):
+    for device in ("/dev/zero", "/dev/full", "/dev/urandom"):
+        with pytest.raises(OSError, match="it is a device"):
+            read_file(device)
+    assert read_file("/dev/null") == b""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(b"text"))
+    writer.start()
+    assert read_file(tmp_path / "pipe") == b"text"
+    writer.join()
+
+
+def test_earlier_checkpoints_are_mentioned_where_there_are_any(tmp_path):
+    def said(path):
+        with pytest.raises(GptlmError) as caught, writing(path, "it"):
+            raise of(errno.ENOSPC)
+        return str(caught.value)
+
+    paths = (tmp_path / ".checkpoint-4.incomplete", tmp_path, tmp_path / "train_results.json")
+    assert not any("intact" in said(path) for path in paths)
+    (tmp_path / "checkpoint-2").mkdir()
+    assert all("earlier checkpoints are intact" in said(path) for path in paths)
+
+
+def test_a_tokenizer_is_written_whole_or_not_at_all(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"word{i} and {i * 7919} more" for i in range(400)))
+    words = f"tokenizer --input_path {tmp_path}/text.txt --output_dir {tmp_path}/tok --vocab_size 400".split()
+    with files_limited_to(3000):
+        assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "cannot write the tokenizer" in said and "File too large" in said and said.count("\n") == 1
+    assert not [path for path in (tmp_path / "tok").iterdir() if path.stat().st_size]
+    assert main(words) == 0 and (tmp_path / "tok" / "vocab.json").is_file()
 
 
 @pytest.mark.parametrize(

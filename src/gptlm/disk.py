@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,19 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(final.parent)
+
+
+def read_file(path: str | Path) -> bytes:
+    """The content of a file or pipe.
+
+    Raises:
+        OSError: if it cannot be read, or is a device, most of which have no end.
+    """
+    with open(path, "rb") as file:
+        mode, is_null = os.fstat(file.fileno()).st_mode, os.path.samefile(path, os.devnull)
+        if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not file.isatty() and not is_null):
+            raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
+        return file.read()
 
 
 def sync_folder(folder: Path) -> None:
@@ -71,6 +85,11 @@ def apply_umask(path: Path) -> None:
 def is_write_error(error: Exception) -> bool:
     """Whether `error` concerns a file, and not memory, another process, or a check of another library."""
     return not isinstance(error, RuntimeError) or any(word in str(error) for word in TORCH)
+
+
+def is_of_system(error: Exception) -> bool:
+    """Whether the operating system reports `error`, perhaps in the text of another library's exception."""
+    return _errno_of(error) is not None
 
 
 def write_failure(error: Exception, path: Path) -> str:

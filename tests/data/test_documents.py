@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
 import zstandard
 
+from gptlm.data import text_files
 from gptlm.data.documents import read_batches, read_texts, texts_of
 from gptlm.data.text_files import list_files
 from gptlm.errors import GptlmError
@@ -292,3 +294,17 @@ def test_datasets_inside_folders_and_empty_ones(tmp_path):
         for (text,) in texts_of(batch, ["text"])
     ]
     assert found == ["a", "b", "c", "d"]
+
+
+def test_a_folder_of_other_things_is_no_corpus(tmp_path, monkeypatch):
+    """Pipes and sockets in it are not opened, and the walk ends early: `/` was given by mistake."""
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert list_files(str(tmp_path)) == [tmp_path / "a.txt"]
+    monkeypatch.setattr(text_files, "MOST_OTHERS", 5)
+    assert list_files(str(tmp_path)) == [tmp_path / "a.txt"]
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    with pytest.raises(GptlmError, match="holds more than 5 files that are no text"):
+        list_files(str(tmp_path))

@@ -109,3 +109,10 @@ def test_a_damaged_index_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(GptlmError, match="index.json is damaged"):
         weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", 5, None, ["x"], "a/b.safetensors", ""])
+def test_an_index_names_files_of_its_folder(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(GptlmError, match="index.json is damaged"):
+        weight_files(tmp_path)

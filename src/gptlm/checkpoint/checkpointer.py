@@ -131,7 +131,7 @@ class Checkpointer:
             GptlmError: if they cannot be written; an older model stays complete.
         """
         staging = self.output_dir / FINAL
-        with checkpoint.writing(self.output_dir, "the final model", "earlier checkpoints are intact"):
+        with checkpoint.writing(self.output_dir, "the final model"):
             try:
                 if self.args.should_save:
                     checkpoint.start(staging)

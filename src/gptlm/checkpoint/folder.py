@@ -257,8 +257,11 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, what: str, more: str = "earlier checkpoints are intact") -> Iterator[None]:
+def writing(path: Path, what: str, resumes: bool = True) -> Iterator[None]:
     """Turns a failure to write `what` to `path` into a GptlmError and removes partial files.
+
+    Args:
+        resumes: the same command resumes from the checkpoints beside `path` or in it.
 
     Errors that are none of writing (memory, another process, another library's own checks) pass.
     """
@@ -271,7 +274,8 @@ def writing(path: Path, what: str, more: str = "earlier checkpoints are intact")
         reason = write_failure(error, path)
         if STAGING.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)  # what was written of it would fill the disk
-        kept = f"; {more}" if more else ""
+        intact = resumes and (folders(path) or folders(path.parent))
+        kept = "; earlier checkpoints are intact" if intact else ""
         raise GptlmError(f"cannot write {what} {path}: {reason}{kept}; then start the same command again") from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from gptlm.config.origin import Origin, Source
+from gptlm.disk import read_file
 from gptlm.errors import UsageError, reason_of
 from gptlm.json_text import parse_json
 
@@ -177,7 +178,7 @@ def _split(rest: list[str], problems: list[str]) -> Iterator[Argument]:
 def read_json(path: str, what: str) -> dict[str, Any]:
     """The JSON object in the file `path`, which messages call `what`. Raises UsageError."""
     try:
-        content = parse_json(Path(path).read_text(encoding="utf-8-sig"))
+        content = parse_json(read_file(path).decode("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -219,7 +220,7 @@ def load_yaml(path: str) -> Tree:
     """
     shown = str(path).removeprefix(f"{resources.files('gptlm')}/")
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_file(path).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

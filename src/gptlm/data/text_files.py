@@ -8,17 +8,20 @@ import gzip
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import zstandard
 
+from gptlm.disk import read_file
 from gptlm.errors import GptlmError, reason_of
 from gptlm.json_text import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 COMPRESSED = (".gz", ".zst")
 PACKED = (*COMPRESSED, ".bz2", ".xz", ".zip", ".parquet")
+MOST_OTHERS = 200_000  # files and folders
 BOM = b"\xef\xbb\xbf"
 RAW_DECODE = json.JSONDecoder().raw_decode  # json.loads without its search for white space
 
@@ -39,7 +42,7 @@ def list_files(path: str) -> list[Path]:
             return [Path(path)]
         _refuse_several_splits(Path(path))
         # metadata and index caches of this library are JSON, but no text
-        found = [f for f in Path(path).rglob("*") if not f.name.endswith(".meta.json") and "index-cache" not in f.parts]
+        found = [f for f in _below(path) if not f.name.endswith(".meta.json") and "index-cache" not in f.parts]
     else:
         found = [Path(name) for name in glob.glob(path, recursive=True)]
     found = [file for file in found if is_dataset(file) or (file.is_file() and not is_dataset(file.parent))]
@@ -48,6 +51,26 @@ def list_files(path: str) -> list[Path]:
         what = f"{len(found)} files, none" if found else "no file"
         raise GptlmError(f"{path}: {what} ending in {endings}; give a file, a folder or a quoted glob")
     return files
+
+
+def _below(folder: str) -> Iterator[Path]:
+    """Files and folders below `folder`; links to folders are not followed.
+
+    Raises:
+        GptlmError: if a folder cannot be listed, or most of what is there is no text: another folder is meant.
+    """
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # else removed while the others were listed
+            raise GptlmError(f"cannot list {error.filename}: {reason_of(error)}") from error
+
+    others = 0
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        paths = [Path(parent, name) for name in (*folders, *files)]
+        others += sum(not path.name.lower().endswith((*SUFFIXES, *COMPRESSED)) for path in paths)
+        if others > MOST_OTHERS:
+            raise GptlmError(f"{folder} holds more than {MOST_OTHERS:,} files that are no text; give a folder of texts")
+        yield from paths
 
 
 def is_dataset(path: Path) -> bool:
@@ -129,7 +152,7 @@ def read_text(path: str | Path, name: str = "") -> str:
         GptlmError: if it is missing or not UTF-8.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise GptlmError(f"cannot read {name or path}: {reason_of(error)}") from error
     return decode(content, path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from gptlm.disk import read_file
 from gptlm.errors import GptlmError, named
 from gptlm.json_text import parse_json
 from gptlm.model.presets import Shape
@@ -41,7 +42,7 @@ def read_json(path: Path, what: str = "", remedy: str = "copy the folder again")
         GptlmError: if the file cannot be read or holds no JSON object.
     """
     try:
-        content = parse_json(path.read_text(encoding="utf-8-sig"))
+        content = parse_json(read_file(path).decode("utf-8-sig"))
     except OSError as error:
         raise GptlmError(f"cannot read {what}{path}: {error.strerror}") from error
     except ValueError as error:

@@ -38,6 +38,8 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     try:
         names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if other := [name for name in names if not name or Path(name).name != name]:
+            raise ValueError(f"{other[0]!r:.99} is no file of the folder")
         return [folder / name for name in sorted(names)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise GptlmError(f"{index} is damaged ({error!r}); copy the folder again") from error

@@ -54,7 +54,7 @@ def merge_beside(base: str, run_folder: Path, name: str) -> None:
         GptlmError: as `merged`, or if the files cannot be written.
     """
     model, staging = merged(base, run_folder), run_folder / STAGING
-    with writing(run_folder / name, "the merged model", more=""):
+    with writing(run_folder / name, "the merged model", resumes=False):
         start(staging)
         try:
             (staging / name).mkdir()

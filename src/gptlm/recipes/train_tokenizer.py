@@ -11,7 +11,7 @@ from gptlm.config.args.data import TokenizerArguments
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import in_pieces
 from gptlm.data.text_files import list_files
-from gptlm.disk import write_failure
+from gptlm.disk import is_of_system, write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
 from gptlm.recipes.common.command_results import check_files, maker
@@ -50,7 +50,9 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
             trained.save_pretrained(staging)
             trained.backend_tokenizer.model.save(staging)  # vocab.json and merges.txt, for tools that need them
             owned.move_in(Path(staging), folder, by.command, by.key)
-    except OSError as error:
+    except Exception as error:  # tokenizers raises no subclass
+        if not is_of_system(error):
+            raise
         raise GptlmError(f"cannot write the tokenizer to {folder}: {write_failure(error, folder)}") from error
     logger.info("tokenizer with %d entries (%s) written to %s", len(trained), fingerprint(trained), folder)
     return folder
