@@ -40,3 +40,12 @@ def test_tokenizer_size(tmp_path):
     assert tokenizer_size(tmp_path) == 8
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 3}]}')
     assert tokenizer_size(tmp_path) == 4
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, 2**31, 10**400, 1.0, "2", [2], None])
+@pytest.mark.parametrize("name", ["vocab_size", "n_positions", "n_layer", "n_embd"])
+def test_sizes_that_no_model_has(tmp_path, name, value):
+    sizes = {"vocab_size": 9, "n_positions": 8, "n_layer": 2, "n_embd": 8, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, name: value}))
+    with pytest.raises(GptlmError, match=f"has no usable {name}"):
+        shape_of_config(tmp_path / "config.json")

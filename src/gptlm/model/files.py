@@ -31,6 +31,10 @@ CONFIG_KEYS = {
 }
 
 
+LARGEST_SIZE = 2**31 - 1
+LARGEST = {"num_hidden_layers": 10_000}  # building a model of more takes hours
+
+
 def read_json(path: Path, what: str = "", remedy: str = "copy the folder again") -> dict[str, Any]:
     """The JSON object in `path`.
 
@@ -82,8 +86,8 @@ def shape_of_config(path: Path) -> Shape:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is None and name == "intermediate_size" and "hidden_size" in sizes:
             value = 4 * sizes["hidden_size"]  # GPT2Config: n_inner null means 4 x n_embd
-        if not isinstance(value, int) or value < 1:
-            raise GptlmError(f"the model config {path} has no usable {keys[0]} (found {value!r})")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST.get(name, LARGEST_SIZE):
+            raise GptlmError(f"the model config {path} has no usable {keys[0]} (found {f'{value!r}':.40})")
         sizes[name] = value
     return Shape(**sizes)
 
