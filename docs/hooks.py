@@ -42,4 +42,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         return f"[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{anchor})"
 
+    # GitHub starts a list after a line of text, Python-Markdown after an empty one
+    markdown = re.sub(r"^(?![-|>#\s])(.+)\n(?=- )", r"\1\n\n", markdown, flags=re.M)
     return LINK.sub(changed, markdown)

@@ -1,12 +1,18 @@
 """The documentation: commands parse, links lead somewhere, and the reference is that of the arguments."""
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 from docs.generate_reference import FOLDER, pages
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlm.cli import COMMANDS, DATA_TOOLS
 from gptlm.commands.convert import parse_convert
@@ -167,3 +173,31 @@ def test_flags_named_in_a_sentence_exist(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-zA-Z][\w-]*)", text)}
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no_") not in known} == set()
+
+
+@pytest.mark.slow
+def test_getting_started_as_a_new_user_types_it(tmp_path):
+    """The commands of the page in their order, with fewer steps and a smaller model, on text that Python contains."""
+    (tmp_path / "demo").mkdir()
+    texts = [{"text": text} for text in topics.values()]
+    (tmp_path / "demo/corpus.jsonl").write_text("\n".join(json.dumps(text) for text in texts), encoding="utf-8")
+    changes = {"--max_steps 400": "--max_steps 4", "--eval_steps 200": "--eval_steps 2", "--logging_steps 20": ""}
+    changes |= {"--hidden_size 256": "--hidden_size 32", "--num_hidden_layers 3": "--num_hidden_layers 1"}
+    lines = [line for line in commands_of(ROOT / "docs/getting-started.md") if re.match("gptlm|torchrun", line)]
+    assert len(lines) == 5
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    for line in lines:
+        for typed, small in changes.items():
+            line = line.replace(typed, small)
+        program, *words = shlex.split(line)
+        module = ["gptlm.cli"] if program == "gptlm" else ["torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [sys.executable, "-m", *module, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        if words[0] == "predict":
+            assert done.stdout.strip()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "my/model")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "my/model")) <= model.config.vocab_size
+    states = [json.loads((tmp_path / f"my/{name}/trainer_state.json").read_text()) for name in ("model", "model2")]
+    assert [state["global_step"] for state in states] == [4, 4]
