@@ -143,7 +143,7 @@ class IndexedTokensWriter:
             _sync(self._file)
             self._file.close()
 
-    def _write_index(self, file) -> None:
+    def _write_index(self, file: IO[bytes]) -> None:
         sizes = np.frombuffer(self.sizes, dtype=np.int32) if self.sizes else np.empty(0, np.int32)
         documents = np.frombuffer(self.document_starts, dtype=np.int64)
         if self.layout == "npy":

@@ -55,7 +55,7 @@ class DecodeAttention:
 
 
 @triton.jit(do_not_specialize=["places"])
-def _attend_one(
+def _attend_one(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
     q_in,
     k_in,
     v_in,

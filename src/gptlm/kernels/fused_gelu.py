@@ -216,13 +216,15 @@ class _FeedForward(torch.autograd.Function):
     """GELU(x up^T + up_bias) down^T + down_bias."""
 
     @staticmethod
-    def forward(ctx, x, up, up_bias, down, down_bias):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor | None
+    ) -> Tensor:
         hidden, before = linear_gelu(x, up, up_bias)
         ctx.save_for_backward(x, up, down, hidden, before)
         return F.linear(hidden, down, down_bias)
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, up, down, hidden, before = ctx.saved_tensors
         gradient = gradient.contiguous()
         inner = linear_gelu_gradient(gradient, down, before)

@@ -29,7 +29,17 @@ def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ignore_index, first_id, reduce, chunk, size):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        first_id: int,
+        reduce: Reduction,
+        chunk: ChunkLoss,
+        size: int,
+    ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         inputs, padded = _operands(hidden, weight)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -41,16 +51,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + size)
             loss, grad_logits = chunk(_logits(inputs[rows], padded, entries), targets[rows], *how)
             total += loss
-            if grad_hidden is not None:
+            if grad_hidden is not None and grad_logits is not None:
                 grad_hidden[rows] = grad_logits @ padded
-            if grad_weight is not None:
+            if grad_weight is not None and grad_logits is not None:
                 _add_product(grad_weight, grad_logits.T, inputs[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.entries, ctx.weight_dtype = entries, weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx, grad_total):  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_total.to(grad_hidden.dtype)

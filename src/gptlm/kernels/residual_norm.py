@@ -4,6 +4,8 @@ The compiler makes the same pass forward at some widths, but needs three or more
 sum, and one for each sum over all tokens (the gradients of the norm's weight and bias, and of the branch's bias).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,14 +31,18 @@ def residual_norm(x: Tensor, branch: Tensor, branch_bias: Tensor | None, norm: n
 
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, weight, bias, eps):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total, normed, mean, scale = summed_and_normed(x, branch, branch_bias, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, scale)
         ctx.with_bias = branch_bias is not None
         return total, normed
 
     @staticmethod
-    def backward(ctx, total_gradient, normed_gradient):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, total_gradient: Tensor, normed_gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         gradient, sums = gradients(normed_gradient, total_gradient, *ctx.saved_tensors, ctx.with_bias)
         return gradient, gradient, sums[2] if ctx.with_bias else None, sums[0], sums[1], None
 
@@ -57,9 +63,11 @@ def summed_and_normed(
 
 
 @summed_and_normed.register_fake
-def _(x, branch, branch_bias, weight, bias, eps):
-    statistics = [x.new_empty(x.shape[0], dtype=_statistics(x)) for _ in range(2)]
-    return x.new_empty(x.shape), x.new_empty(x.shape), *statistics
+def _(
+    x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, scale = (x.new_empty(x.shape[0], dtype=_statistics(x)) for _ in range(2))
+    return x.new_empty(x.shape), x.new_empty(x.shape), mean, scale
 
 
 @torch.library.custom_op("gptlm::residual_norm_gradients", mutates_args=())
@@ -97,7 +105,15 @@ def gradients(
 
 
 @gradients.register_fake
-def _(normed_gradient, total_gradient, total, weight, mean, scale, with_bias):
+def _(
+    normed_gradient: Tensor,
+    total_gradient: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
     return total.new_empty(total.shape), weight.new_empty(3 if with_bias else 2, *weight.shape)
 
 

@@ -66,7 +66,7 @@ def backward(
 
 
 @triton.jit
-def _forward(
+def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
     x,
     branch,
     branch_bias,
@@ -103,7 +103,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward(
+def _backward(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
     normed_gradient,
     total_gradient,
     total,
@@ -154,7 +154,14 @@ def _backward(
 
 
 @triton.jit
-def _add_parts(parts, total, count, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _add_parts(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
+    parts,
+    total,
+    count,
+    columns,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     summed = tl.zeros([ROWS, COLUMNS], tl.float32)

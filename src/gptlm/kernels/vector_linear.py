@@ -49,7 +49,7 @@ def vector_linear(
 
 
 @triton.jit
-def _vector_linear(
+def _vector_linear(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
     x,
     weight,
     bias,

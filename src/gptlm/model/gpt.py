@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +110,7 @@ class Attention(nn.Module):
         return attend(q, k, v, mask=mask, documents=documents, dropout=dropout, shapes_repeat=repeat)
 
     @torch.compiler.disable  # changing the RNG generator causes a graph break
-    def _attend_in_context(self, *args, **how) -> Tensor:
+    def _attend_in_context(self, *args: Any, **how: Any) -> Tensor:
         assert self.core_context is not None
         with self.core_context():
             return attention(*args, **how)
@@ -391,7 +392,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         count = (targets != -100).sum() if num_items is None else torch.as_tensor(num_items, device=total.device)
         return total / count.clamp(min=1)  # no target at all: 0, not 0 / 0
 
-    def save_pretrained(self, save_directory, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
         """Save a stock GPT-2 folder: config.json names GPT2LMHeadModel, which is what the files contain."""
         in_memory, self.generation_config = self.generation_config, saved_generation(self.generation_config)
         try:

@@ -30,12 +30,14 @@ class _Collective(torch.autograd.Function):
     """`forward_op(x, group)`, whose backward is `backward_op(gradient, group)`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Any, forward_op: Operation, backward_op: Operation) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, group: Any, forward_op: Operation, backward_op: Operation
+    ) -> Tensor:
         ctx.group, ctx.backward_op = group, backward_op
         return forward_op(x, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.backward_op(gradient, ctx.group), None, None, None
 
 
@@ -55,13 +57,13 @@ def _(rows: Tensor, x: Tensor, group_name: str) -> Tensor:
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
         ctx.save_for_backward(x, weight)
         return F.linear(_all_gather(x, group), weight, bias)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, 1)
         of_weight = _gathered_weight_gradient(rows, x, ctx.group.group_name)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -241,7 +242,7 @@ def _open(arguments: PrefixArguments) -> tuple[IndexedTokens, dict]:
     return open_tokens(prefix), read_metadata(prefix)
 
 
-def _tokenizer(name: str | None, prefix: str):
+def _tokenizer(name: str | None, prefix: str) -> Any:
     """The tokenizer `name`, or the one in the metadata of `prefix` if it still exists; else None."""
     from gptlm.model.tokenizer import load_tokenizer
 

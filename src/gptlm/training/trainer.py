@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from gptlm.checkpoint.checkpointer import Checkpointer
 from gptlm.checkpoint.manifest import Manifest
@@ -170,8 +170,13 @@ class GPTTrainer(Trainer):
     # Training ---------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(
-        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
-    ):
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         return loop.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def micro_batch_loss(self, model: Any, inputs: Inputs, num_items: torch.Tensor | None) -> torch.Tensor:
@@ -202,7 +207,7 @@ class GPTTrainer(Trainer):
         """Call the callbacks of `event`."""
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is not None or not isinstance(self.weights, MasterWeights):
             return super().create_optimizer(model)
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -215,7 +220,7 @@ class GPTTrainer(Trainer):
         self.optimizer = self.weights.make_optimizer(kind, groups, settings)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         if self.lr_scheduler is not None or self.schedule is None:
             return super().create_scheduler(num_training_steps, optimizer)
         schedule, highest = self.schedule, self.schedule.maximum
@@ -307,7 +312,7 @@ class GPTTrainer(Trainer):
             progress.dataset, progress.first_index, self.args.per_device_train_batch_size, batches, done
         )
 
-    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[index]
@@ -344,7 +349,9 @@ class GPTTrainer(Trainer):
 
     # Evaluation -------------------------------------------------------------------------------------------------
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(
+        self, model: Any, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
         self.stop.end_evaluation()
         if not self.has_own_metrics or self.compute_loss_func is not None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -355,7 +362,12 @@ class GPTTrainer(Trainer):
             return None, *self.metrics.batch_sums(model, inputs)
 
     def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         found = output.metrics or {}
@@ -389,7 +401,7 @@ class GPTTrainer(Trainer):
         }
         self.checkpointer.save(self.state, self.optimizer, self.lr_scheduler, self.loss_scale, fields)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing: the loop restores weights with the optimizer state, which exists only then."""
 
 

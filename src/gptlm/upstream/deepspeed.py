@@ -123,7 +123,9 @@ def initialized_with(mpu: Any) -> Iterator[None]:
 # ZeRO optimizers ------------------------------------------------------------------------------------------------------
 
 
-def wrap_step(optimizer: Any, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
+def wrap_step(
+    optimizer: Any, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
     """Call `before` and `after` at each `optimizer.step`, which DeepSpeed's engine calls."""
     step = optimizer.step
 

@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gptlm.errors import GptlmError
 from gptlm.upstream.torch import default_store
@@ -32,10 +32,12 @@ class Heartbeat(TrainerCallback):
         self._store.set(str(dist.get_rank()), "0 0")
         Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.step = state.global_step
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.step = state.global_step
 
     def _run(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback, rewrite_logs
 
 from gptlm import owned
@@ -108,7 +108,9 @@ class RunTensorBoard(TensorBoardCallback):
         super().__init__()
         self.logging_dir, self.parameters = folder, parameters
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         super().on_train_begin(_RunParameters(args, self.parameters), state, control, **kwargs)  # type: ignore[arg-type]
 
 
@@ -119,7 +121,7 @@ class RunWandb(WandbCallback):
         super().__init__()
         self.parameters = parameters
 
-    def setup(self, args, state, model, **kwargs):
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         super().setup(_RunParameters(args, self.parameters), state, model, **kwargs)  # type: ignore[arg-type]
 
 
@@ -129,20 +131,26 @@ class VisualDLCallback(TrainerCallback):
     def __init__(self, writer: Any, parameters: dict[str, Any]):
         self.writer, self.parameters = writer, parameters
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             self.writer.add_text("args", json.dumps(self.parameters, indent=2, ensure_ascii=False), 0)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             for name, value in rewrite_logs(logs or {}).items():
                 if isinstance(value, (int, float)):
                     self.writer.add_scalar(tag=name, value=value, step=state.global_step)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.writer.flush()  # closed, it would start another file for the evaluations to come
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.writer.flush()
 
 
@@ -152,7 +160,9 @@ class NoteEvents(TrainerCallback):
     def __init__(self, output_dir: Path, name: str):
         self.output_dir, self.name = output_dir, name
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             with suppress(OSError):  # a full disk ends no training here: the events are only not listed then
                 self.output_dir.mkdir(parents=True, exist_ok=True)
