@@ -4,13 +4,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest
+NEWEST := $(VENV)-newest
+LATEST := $(VENV)-latest
 
-.PHONY: help install test test-slow test-oldest demo docs lint format clean
+.PHONY: help install test test-slow test-oldest test-newest test-latest coverage demo docs lint types package format clean
 help:
 	@echo "make demo       the complete workflow on text that every Python contains: tokenizer, data, pretraining, continuations"
 	@echo "make test       ruff, mypy and pytest (default and 2-4 process tests)"
 	@echo "make test-slow  larger parallel layouts and long runs"
 	@echo "make test-oldest  pytest with the oldest torch that pyproject.toml allows (a download of gigabytes)"
+	@echo "make test-newest  pytest with the newest versions that pyproject.toml allows"
+	@echo "make test-latest  pytest with the latest torch, transformers, datasets, accelerate, peft and deepspeed"
+	@echo "make coverage   the default tests, and which lines of src/gptlm they run"
+	@echo "make lint types  ruff; mypy"
+	@echo "make package    wheel and sdist in dist, checked by twine"
 	@echo "make docs       the documentation as a site in build/site"
 	@echo "make install    create $(VENV) and install"
 	@echo "make format     format the code with ruff"
@@ -23,7 +30,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
-test: lint
+test: lint types
 	$(BIN)/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
 	$(BIN)/python -m pytest -m 'distributed and not slow and not gpu'
 
@@ -37,6 +44,24 @@ test-oldest:
 	$(OLDEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
 	$(OLDEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
 
+test-newest:
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	DS_BUILD_OPS=0 $(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
+	$(NEWEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
+
+# the second installation ignores the caps of pyproject.toml: pip only warns about them
+test-latest:
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	DS_BUILD_OPS=0 $(LATEST)/bin/python -m pip install -q -e '.[test]'
+	DS_BUILD_OPS=0 $(LATEST)/bin/python -m pip install -q --upgrade torch transformers datasets accelerate peft deepspeed
+	$(LATEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
+	$(LATEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
+
+coverage: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --cov --cov-report= -m 'not distributed and not slow and not gpu'
+	$(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered -m 'distributed and not slow and not gpu'
+
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
@@ -46,11 +71,18 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+package: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(LATEST) .coverage* demo build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
