@@ -1,11 +1,12 @@
 """Which rank lets the others wait: all ranks write signs of life into the store by which they found each other."""
 
+import atexit
 import os
 import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +31,10 @@ class Heartbeat(TrainerCallback):
         self.step, self._seconds, self._ends = 0, seconds, ends
         self._store = _open_store()
         self._store.set(str(dist.get_rank()), "0 0")
-        Thread(target=self._run, name="heartbeat", daemon=True).start()
+        self._ended = Event()
+        thread = Thread(target=self._run, name="heartbeat", daemon=True)
+        thread.start()
+        atexit.register(_end, self._ended, thread)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -45,7 +49,8 @@ class Heartbeat(TrainerCallback):
         seen: dict[int, tuple[str, float]] = {}
         with suppress(RuntimeError):  # the store ends with the run
             while dist.is_initialized():
-                time.sleep(INTERVAL)
+                if self._ended.wait(INTERVAL):
+                    return
                 count += 1
                 self._store.set(str(rank), f"{count} {self.step}")
                 for other in range(world) if self._ends else ():
@@ -56,6 +61,12 @@ class Heartbeat(TrainerCallback):
                         sys.stderr.write(f"gptlm: rank {rank}: error: {_stopped(other, beat, self._seconds)}\n")
                         sys.stderr.flush()
                         os._exit(1)
+
+
+def _end(ended: Event, thread: Thread) -> None:
+    """A daemon thread that returns from C++ while the interpreter ends would abort the process (SIGABRT)."""
+    ended.set()
+    thread.join()
 
 
 def missing_rank(seconds: int) -> str | None:
