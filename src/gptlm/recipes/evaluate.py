@@ -19,7 +19,7 @@ from gptlm.config.args.inference import EvaluateArguments
 from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import Cutter, log_special_tokens
-from gptlm.data.indexed import id_range
+from gptlm.data.indexed import SCAN_TOKENS, id_range
 from gptlm.data.text_files import holds_records
 from gptlm.data.token_file import Ids, TokenFile
 from gptlm.errors import GptlmError, doing
@@ -193,6 +193,7 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     tokens = ids.part(start, count) if isinstance(ids, TokenFile) else ids[start : start + count]
     low, high = id_range(tokens)
     if low < 0 or high >= rows:
+        low = min(int(tokens[start : start + SCAN_TOKENS].min()) for start in range(0, count, SCAN_TOKENS))
         raise GptlmError(
             f"{corpus.tokens.prefix}: ids go from {low} to {high}, the model's vocabulary has {rows} "
             "entries; encode the text with the model's tokenizer"
