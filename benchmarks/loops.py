@@ -11,6 +11,7 @@ nanoGPT's train.py does for speed; the Trainer takes it as it is, as GPT-2's con
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -115,7 +116,7 @@ def loop(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 
 def timed(marks: list[float]) -> dict[str, Any]:
     """Seconds per step (means of ten), from the times at the start and after steps 1, 10, 20, ..."""
-    return {"seconds": [(b - a) / 10 for a, b in zip(marks[2:], marks[3:], strict=False)], "first": marks[1] - marks[0]}
+    return {"seconds": [(b - a) / 10 for a, b in itertools.pairwise(marks)], "first": marks[1] - marks[0]}
 
 
 def trainer(arguments: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ GPTLM_PROFILE=FILE training writes a profile. With GPTLM_GATE=FILE training crea
 until FILE.go exists, so that several runs start together and are measured one after the other.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -115,7 +116,7 @@ def time_scoring() -> None:
             marks.append(time.perf_counter())
             tokens.append(sum(len(rows[number].ids) - 1 for number, _ in scores))
             yield scores
-        seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        seconds = [b - a for a, b in itertools.pairwise(marks)]
         write({"seconds": seconds, "tokens": tokens, "first": marks[min(1, len(tokens))] - START})
 
     evaluate.score = timed_scores  # type: ignore[attr-defined]

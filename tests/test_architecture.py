@@ -1,5 +1,6 @@
 """The architecture page names modules that exist, in the order of the layers."""
 
+import itertools
 import re
 
 from tests.conftest import ROOT
@@ -22,7 +23,7 @@ def test_the_layers_are_those_of_the_guard():
     lines = [[name.removesuffix(".py").rstrip("/") for name in re.findall(r"\w+(?:/|\.py)", line)] for line in picture]
     levels = [[LAYERS[name] for name in names] for names in lines]
     assert len(levels) == 10
-    for above, below in zip(levels, levels[1:], strict=False):
+    for above, below in itertools.pairwise(levels):
         assert min(above) >= max(below)
     shown = {name for names in lines for name in names}
     hidden = {"__init__", "__main__", "launch", "failures", "owned", "json_text"}

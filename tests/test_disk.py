@@ -40,7 +40,7 @@ def test_a_parent_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     for place in ("file/x", "file/deeper/x"):
         for attempt in (lambda path: path.parent.mkdir(parents=True, exist_ok=True), lambda path: path.write_text("")):
-            with pytest.raises(OSError) as caught:
+            with pytest.raises(OSError) as caught:  # noqa: PT011 - the test is about its message
                 attempt(tmp_path / place)
             told = write_failure(caught.value, tmp_path / place)
             assert f"{tmp_path / 'file'} is a file, not a folder" in told and "free" not in told

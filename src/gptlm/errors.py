@@ -126,4 +126,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch reports it by exceptions of several types
     words = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))

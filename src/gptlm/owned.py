@@ -121,7 +121,7 @@ def remove(folder: Path, name: str) -> bool:
     for file in [path] if path.is_symlink() or not path.is_dir() else files_below(path):
         own = file.relative_to(folder).as_posix()
         is_inside = any(above in files for above in _above(own))  # also a link in a folder that is all gptlm's
-        if is_inside and not path.is_symlink() or entry_of(folder, own, files) is not None:
+        if (is_inside and not path.is_symlink()) or entry_of(folder, own, files) is not None:
             file.unlink(missing_ok=True)
             removed.append(own)
     if path.is_dir() and not path.is_symlink():

@@ -93,7 +93,6 @@ def test_an_unambiguous_prefix_is_accepted_and_logged():
         (["-x", "1"], "unexpected word '-x'"),
         (["--no_seed"], "is not a boolean flag"),
         (["--sep_parallel_degree", "2"], "segment parallelism"),
-        (["--sep_parallel_degree", "2"], "segment parallelism"),
         (["missing.json"], "missing.json cannot be read"),
     ],
 )

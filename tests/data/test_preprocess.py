@@ -1,5 +1,6 @@
 """Encoding: ids, end-of-text, order, and equality with the original tools' files."""
 
+import itertools
 import json
 import os
 import signal
@@ -253,14 +254,16 @@ def test_sentences(corpus, tmp_path, tokenizer, punkt, keep_newlines, level, lan
         cut = text.splitlines(keep_newlines) if language == "lines" else punkt.tokenize(text)
         if language == "english" and keep_newlines and cut:
             begins = [0, *(start for start, _ in list(punkt.span_tokenize(text))[1:]), len(text)]
-            cut = [text[a:b] for a, b in zip(begins, begins[1:])]
+            cut = [text[a:b] for a, b in itertools.pairwise(begins)]
         encoded = [ids for ids in (tokenizer(part)["input_ids"] for part in cut) if ids]
         if encoded:
             encoded[-1].append(0)
             documents.append(encoded)
     assert progress.documents == 4 and progress.empty == 4 - len(documents)
     if level == "document":
-        assert [tokens.get(i).tolist() for i in range(len(tokens))] == [sum(d, []) for d in documents]
+        assert [tokens.get(i).tolist() for i in range(len(tokens))] == [
+            list(itertools.chain.from_iterable(d)) for d in documents
+        ]
         assert tokens.document_starts.tolist() == list(range(len(documents) + 1))
     else:
         assert [tokens.get(i).tolist() for i in range(len(tokens))] == [s for d in documents for s in d]
@@ -357,7 +360,7 @@ def test_workers_end_with_their_parent(tmp_path, tokenizer):
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     assert process.wait() < 0 and len(family) >= 2
-    gone, alive = psutil.wait_procs(family, timeout=20)
+    _gone, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["c.bin.incomplete"]
     with pytest.raises(GptlmError, match="does not exist|no token files|not found"):

@@ -273,7 +273,7 @@ def build_world(root: Path) -> None:
     _quietly("data convert --input tokens/text --output_prefix npy/text --dataset_impl npy")
     Path("found").mkdir()
     _quietly(f"{PRETRAIN} tokens --do_eval")
-    settings = PRETRAIN.split()[1:-1] + ["--input_dir", "tokens", "--learning_rate", "1e-3", "--warmup_steps", "0.5"]
+    settings = [*PRETRAIN.split()[1:-1], "--input_dir", "tokens", "--learning_rate", "1e-3", "--warmup_steps", "0.5"]
     arguments = _as_arguments(settings)
     Path("run.json").write_text(json.dumps(arguments, indent=1))
     Path("run.yaml").write_text("# of a run\n" + yaml.safe_dump(arguments))

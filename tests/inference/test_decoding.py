@@ -1,7 +1,7 @@
 """The decode loop against stock transformers: rows of any length, in slots, that end at different times."""
 
 import copy
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ def test_progress_grows_to_the_whole_row(models):
     decoder = Decoder(own, slots=1, capacity=POSITIONS)
     parts = [list(row.new) for row in decoder.decode(rows, 10, GREEDY, [])]
     assert parts[-1] == stock_rows(stock, rows, [], 10)[0]
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(parts, parts[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(parts))
 
 
 def test_adapters_are_part_of_a_step(models):

@@ -1,5 +1,7 @@
 """Windows score every target once; losses equal stock GPT-2's for every batch size."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -115,7 +117,7 @@ def test_a_batch_has_as_many_rows_as_tokens_fit():
     found = batches(rows, None)
     assert [number for batch in found for number in batch] == list(range(len(rows)))
     assert [len(batch) for batch in found][:2] == [16, 16] and found[-2:] == [range(417, 418), range(418, 419)]
-    for batch, after in zip(found, found[1:]):
+    for batch, after in itertools.pairwise(found):
         longest = max(len(rows[number].ids) - 1 for number in batch)
         assert len(batch) == 1 or len(batch) * longest <= BATCH_TOKENS
         assert (len(batch) + 1) * max(longest, len(rows[after[0]].ids) - 1) > BATCH_TOKENS

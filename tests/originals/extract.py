@@ -213,7 +213,7 @@ def text_of(value, indent: str = "", used: int = 0) -> str:
             for key, item in value.items()
         ]
         return "{\n" + ",\n".join(items) + f"\n{indent}}}"
-    if any(isinstance(item, dict) or isinstance(item, list) and len(item) > 9 for item in value):
+    if any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 9) for item in value):
         return "[\n" + ",\n".join(inner + text_of(item, inner, used=len(inner)) for item in value) + f"\n{indent}]"
     rows = [""]
     for item in map(json.dumps, value):

@@ -10,6 +10,7 @@ many KiB each process has touched of the token files it has mapped, scale the st
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -87,7 +88,7 @@ def main(cases: str, results: str) -> None:
             gc.disable()  # what was mapped stays mapped: a trainer is part of a cycle
             with float16_on_the_cpu(words) as scales:
                 metrics = train(words)
-            read = of_all(kib_of_tokens(dict(zip(words, words[1:])).get("--input_dir", "")))
+            read = of_all(kib_of_tokens(dict(itertools.pairwise(words)).get("--input_dir", "")))
             scale = of_all(scales[0].state_dict() if scales else None)
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:

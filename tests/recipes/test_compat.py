@@ -64,7 +64,7 @@ def test_megatron(run, data, tmp_path):
     metrics, history, said = run(text)
     lines = re.findall(r"^ iteration +(\d+)/ +4 \| consumed samples: +(\d+) .* learning rate: (\S+) ", said, re.M)
     assert [(int(step), int(samples)) for step, samples, _ in lines] == [(1, 4), (2, 8), (3, 12), (4, 16)]
-    assert [float(rate) for *_, rate in lines][0] == pytest.approx(1e-2)  # of the next update
+    assert next(float(rate) for *_, rate in lines) == pytest.approx(1e-2)  # of the next update
     assert said.count(" validation loss at iteration ") == 2
     assert " validation loss at the end of training for test data | lm loss value: " in said
     assert losses(history)[0] == pytest.approx(losses(history)[1], abs=0.2)

@@ -1,5 +1,6 @@
 """Document masking: losses equal stock GPT-2 run on each document by itself; boundaries come from the index."""
 
+import itertools
 import json
 
 import numpy as np
@@ -32,7 +33,7 @@ def losses_by_hand(model_folder, dataset, count, masking, eod_mask_loss):
         pieces = [ids for _, _, ids in dataset.pieces(row)]
         block = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
         bounds = np.cumsum([0, *map(len, pieces)]).tolist()
-        spans = [(a, min(b, LENGTH)) for a, b in zip(bounds, bounds[1:], strict=False) if a < LENGTH]
+        spans = [(a, min(b, LENGTH)) for a, b in itertools.pairwise(bounds) if a < LENGTH]
         if masking == "attention":
             logits = torch.cat([model(block[a:b][None]).logits[0] for a, b in spans])
         else:

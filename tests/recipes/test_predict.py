@@ -69,7 +69,7 @@ def test_every_continuation_has_a_row_in_the_order_of_the_prompts(folder, capsys
 
 @pytest.mark.parametrize("half", ["--bf16", "--fp16"])
 def test_half_precision_on_a_cpu(folder, capsys, half):
-    code, out, err = predict(folder, capsys, "--prompt", "the", "--tgt_length", 3, half)
+    code, _out, err = predict(folder, capsys, "--prompt", "the", "--tgt_length", 3, half)
     assert code == 0, err
     assert ("half precision is not used on a CPU" in err) == (half == "--fp16")
 

@@ -280,7 +280,7 @@ def test_the_date_in_a_template_is_part_of_its_rows(model):  # noqa: F811
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
     dated = RowSettings(tokenizer, Lengths(1, 1, 1), 10).key()
     assert plain["date"] == "" and dated["date"].startswith("20") and dated["tokenizer"] != plain["tokenizer"]
-    assert row_building.FORMAT == plain["format"]
+    assert plain["format"] == row_building.FORMAT
 
 
 def test_a_tokenizer_that_has_encoded_has_the_same_key(model):  # noqa: F811

@@ -28,7 +28,7 @@ def test_there_is_one_subclass_of_trainer():
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and any(
-                "Trainer" == ast.unparse(base).split(".")[-1] for base in node.bases
+                ast.unparse(base).split(".")[-1] == "Trainer" for base in node.bases
             ):
                 found.append(node.name)
     assert found == ["GPTTrainer"]

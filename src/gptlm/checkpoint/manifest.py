@@ -115,7 +115,7 @@ def _are(kind: type, value: Any) -> bool:
 
 
 def _is_loss_scale(value: Any) -> bool:
-    return value is None or isinstance(value, dict) and all(_is_number(value.get(name)) for name in LOSS_SCALE)
+    return value is None or (isinstance(value, dict) and all(_is_number(value.get(name)) for name in LOSS_SCALE))
 
 
 def _are_counts(length: int) -> Callable[[Any], bool]:

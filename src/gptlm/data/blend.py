@@ -37,8 +37,8 @@ def normalise(weights: Sequence[float]) -> list[float]:
 def part_samples(num_samples: int, weight: float, data_order: str = "paddlenlp") -> int:
     """Samples of a part with normalised `weight` in a blend of at least `num_samples`."""
     if data_order == "megatron-core":
-        return int(math.ceil(math.ceil(num_samples * weight) * MARGIN))
-    return int(math.ceil(num_samples * weight * MARGIN))
+        return math.ceil(math.ceil(num_samples * weight) * MARGIN)
+    return math.ceil(num_samples * weight * MARGIN)
 
 
 def blend_size(num_samples: int, weights: Sequence[float], data_order: str = "paddlenlp") -> int:

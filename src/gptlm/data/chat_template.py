@@ -116,7 +116,7 @@ class ChatTemplate:
 
     def _common_prefix(self, part: str, text: str) -> tuple[int, bool]:
         """How far two renderings agree, and whether the rest of `part` is only tokens that end a conversation."""
-        stop = len(os.path.commonprefix([part, text]))
+        stop = len(os.path.commonprefix([part, text]))  # noqa: RUF071 - characters, not folders
         cut = next((match for match in self._added.finditer(part) if match.start() < stop < match.end()), None)
         stop = cut.start() if cut else stop  # not inside a token
         return stop, not self._added.sub("", part[stop:]).strip()

@@ -1,5 +1,6 @@
 """Sentences of a text: nltk's Punkt (Kiss and Strunk 2006, Computational Linguistics 32), with or without its data."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ def _split_with_punkt(punkt: Any, keep_newlines: bool, text: str) -> list[str]:
     if not keep_newlines or not spans:
         return [text[start:end] for start, end in spans]
     starts = [0, *(start for start, _ in spans[1:]), len(text)]
-    return [text[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def _punkt(language: str) -> Any:

@@ -53,7 +53,8 @@ def unshard(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 def stage_layers(stage: int, stages: int, layers: int) -> range:
     """The layers of one pipeline stage. If they do not divide, the first stages have one more: the last stage has
-    the output layer besides."""
+    the output layer besides.
+    """
     return _range(stage, stages, layers)
 
 

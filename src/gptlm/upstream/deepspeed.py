@@ -75,7 +75,8 @@ def check(needed: tuple[Needed, ...] = ALL) -> str | None:
 
 def compile_stage3_linear() -> None:
     """Let stage 3 multiply with torch's own operator: DeepSpeed's adds the bias in place, and torch 2.11 compiles no
-    gradient of that."""
+    gradient of that.
+    """
     otherwise = "ZeRO stage 3 multiplies with DeepSpeed's own operator, which torch.compile may refuse"
     if available("deepspeed", LINEAR, otherwise) and available("torch", upstream_torch.LINEAR, otherwise):
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
