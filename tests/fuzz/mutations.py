@@ -1,5 +1,8 @@
 """Mutations of files: values of JSON and YAML, headers, numbers, pickles, text, bytes, and what lies at the path."""
 
+import datetime
+import decimal
+import gzip
 import io
 import json
 import os
@@ -10,12 +13,14 @@ import shutil
 import socket
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+import zstandard
 
 NUMBERS = [0, 1, -1, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**40, 2**62, 2**63 - 1, -(2**63)]
 PARTS = [  # instructions that have broken readers of pickles, or could
@@ -93,7 +98,12 @@ class Edit:
         if self.how == "place":
             _move(path, PLACES[self.what % len(PLACES)])
         elif path.is_file():  # an earlier edit may have replaced it
-            path.write_bytes(MUTATIONS[self.how](path.read_bytes(), self.at, self.what))
+            data = path.read_bytes()
+            try:
+                data = MUTATIONS[self.how](data, self.at, self.what)
+            except Exception:  # an earlier edit has damaged it
+                data = _bytes(data, self.at, self.what)
+            path.write_bytes(data)
 
 
 def ways_of(file: str) -> list[str]:
@@ -107,17 +117,18 @@ def ways_of(file: str) -> list[str]:
 # Trees ------------------------------------------------------------------------------------------------------------
 
 
-def _nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of every value."""
+def _nodes(tree: Any, depth: int = 100) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every value down to `depth`."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in list(pairs):
+    for key, value in list(pairs) if depth else ():
         yield tree, key
-        yield from _nodes(value)
+        yield from _nodes(value, depth - 1)
 
 
 def _mutate_tree(tree: Any, at: int, what: int, values: list[str], dump: Callable[[Any], str]) -> str:
     """`tree` as text with one value replaced, removed, renamed or doubled."""
-    nodes = list(_nodes(tree))
+    nodes = list(_nodes(tree, at % 3 or 100))  # the values near the root are few, such as the parts of a tokenizer
+    at //= 3
     choice = what % (len(values) + 5) - 5
     if not nodes or at % 23 == 22:
         return values[max(choice, 0)]
@@ -193,6 +204,60 @@ def _npy(data: bytes, at: int, what: int) -> bytes:
     text = NPY_HEADERS[what % len(NPY_HEADERS)].encode() + b"\n"
     old = struct.unpack("<H", data[8:10])[0] if len(data) > 10 else 0
     return data[:8] + struct.pack("<H", len(text)) + text + data[10 + old :]
+
+
+def _compressed(data: bytes, at: int, what: int) -> bytes:
+    """What is in a .gz or .zst file."""
+    try:
+        if data.startswith(b"\x1f\x8b"):
+            return gzip.compress(_lines(gzip.decompress(data), at, what))
+        return zstandard.compress(_text(zstandard.decompress(data), at, what))
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError):  # of an earlier edit
+        return _bytes(data, at, what)
+
+
+def _parquet(data: bytes, at: int, what: int) -> bytes:
+    """A column of another type, or without a value."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except (OSError, pa.ArrowException):  # of an earlier edit
+        return _bytes(data, at, what)
+    rows, place = table.num_rows, at % max(1, table.num_columns)
+    columns = [
+        pa.nulls(rows),
+        pa.array([1] * rows),
+        pa.array([1.5] * rows),
+        pa.array([b"\xff"] * rows),
+        pa.array([None, *["a"] * (rows - 1)]),
+        pa.array([["a"]] * rows),
+        pa.array([{"a": 1}] * rows),
+        pa.array([datetime.date(2026, 1, 2)] * rows),
+        pa.array([""] * rows),
+        pa.array(["\0"] * rows),
+        pa.array(["a" * 50_000] * rows),
+        pa.array(["a"] * rows).dictionary_encode(),
+        pa.array([True] * rows),
+        pa.array([decimal.Decimal(1)] * rows),
+        pa.array(["a"] * rows, pa.large_string()),
+        pa.array([[]] * rows, pa.list_(pa.null())),
+    ]
+    column = columns[what % len(columns)]
+    file = io.BytesIO()
+    name = table.column_names[place]
+    match at // 7 % 5:
+        case 0:
+            table = table.slice(0, 0)
+        case 1:
+            table = table.append_column(name, column)  # the name twice
+        case 2:
+            table = table.drop_columns([name])
+        case _:
+            table = table.set_column(place, name, column)
+    pq.write_table(table, file)
+    return file.getvalue()
 
 
 def _in_zip(member: Callable[[bytes, int, int], bytes]) -> Callable[[bytes, int, int], bytes]:
@@ -361,6 +426,8 @@ MUTATIONS: dict[str, Callable[[bytes, int, int], bytes]] = {
     "zip-npy": _in_zip(_npy),
     "zip-number": _in_zip(_number),
     "zip-bytes": _in_zip(_bytes),
+    "compressed": _compressed,
+    "parquet": _parquet,
     "pickle": _pickle,
     "zip-pickle": _in_zip(_pickle),
     "text": _text,
@@ -376,5 +443,7 @@ WAYS = {
     (".idx", ".bin"): ("number",),
     (".npy",): ("npy", "number"),
     (".npz",): ("zip-npy", "zip-number"),
+    (".gz", ".zst"): ("compressed",),
+    (".parquet",): ("parquet",),
     (".zip",): ("zip-pickle", "zip-bytes"),
 }

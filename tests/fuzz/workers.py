@@ -48,12 +48,18 @@ def prepare() -> None:
         "DS_ACCELERATOR": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # jemalloc starts a thread
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     from gptlm.quiet import quiet_libraries
 
     quiet_libraries()
+    import datasets  # noqa: F401
     import deepspeed  # noqa: F401
+    import pandas  # noqa: F401
+    import pyarrow.dataset
+    import pyarrow.parquet  # noqa: F401
     import torch
+    import torchao.dtypes  # noqa: F401
 
     from gptlm.cli import importing
 
@@ -157,8 +163,9 @@ def _left_processes() -> list[str]:
         time.sleep(0.02)
     shown = []
     for process in left:
-        shown.append(Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")[:100])
-        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it ends at this moment
+            shown.append(Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")[:100])
+            os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     return shown
 

@@ -163,6 +163,11 @@ COMMAND_LINES = {
     ),
     "sft-parquet": Command(f"{SFT} pairs.parquet", ("pairs.parquet",), ("model",)),
     "sft-saved": Command(f"{SFT} saved", ("saved",), ("model",)),
+    "sft-squad": Command(f"{SFT} squad.json", ("squad.json",), ("model",)),
+    "sft-alpaca": Command(f"{SFT} alpaca.jsonl --zero_padding --src_length 80", ("alpaca.jsonl",), ("model",)),
+    "sft-resume": Command(
+        f"{SFT} sft --lora --do_eval false --max_steps 2 --output_dir tuned", ("tuned",), ("model", "sft")
+    ),
     "sft-json": Command("sft sft.json", ("sft.json",), ("model", "sft")),
     "predict": Command(f"{PREDICT} model --input_file prompts.txt", ("prompts.txt", *ALL_OF_MODEL)),
     "predict-json": Command(
@@ -205,6 +210,10 @@ COMMAND_LINES = {
     "convert-zip": Command("convert --from megatron.zip --output new --vocab_size 50", ("megatron.zip",)),
     "convert-bin": Command("convert --from bin --to paddle --output new", ("bin/pytorch_model.bin", "bin/config.json")),
     "convert-adapters": Command("convert --from adapters --to paddle --output new", ADAPTERS, ("model",)),
+    "convert-paddle-lora": Command(
+        "convert --from paddle-lora --output new",
+        ("paddle-lora/lora_config.json", "paddle-lora/lora_model_state.pdparams"),
+    ),
     "convert-optimizer": Command("convert --from out/checkpoint-1 --output new", (STEP,), ("out",)),
     "merge-lora": Command("merge-lora --lora_path adapters --output_path new", (*ADAPTERS, *HF), ("model",)),
     **{
@@ -236,6 +245,7 @@ COMMAND_LINES = {
     "tokenizer": Command(
         "tokenizer --input_path text --vocab_size 300 --output_dir new", ("text/a.json", "text/b.txt", "text/c.jsonl")
     ),
+    "data-cached": Command("data check old/text", ("old/text.bin", "old/text.idx")),
     "data-check": Command("data check tokens/text", PAIR),
     "data-stats": Command("data stats npy/text", ("npy/text_ids.npy", "npy/text_idx.npz")),
     "data-show": Command(
@@ -271,8 +281,10 @@ def build_world(root: Path) -> None:
     _write_others()
     _quietly(f"preprocess --input_path text {MODEL} --output_prefix tokens/text --append_eos --workers 1")
     _quietly("data convert --input tokens/text --output_prefix npy/text --dataset_impl npy")
-    Path("found").mkdir()
+    _quietly("data convert --input tokens/text --output_prefix old/text --dataset_impl cached")
     _quietly(f"{PRETRAIN} tokens --do_eval")
+    _quietly(f"{SFT} sft --lora --do_eval false --output_dir tuned")
+    _quietly("convert --from adapters --to paddle --output paddle-lora")
     settings = [*PRETRAIN.split()[1:-1], "--input_dir", "tokens", "--learning_rate", "1e-3", "--warmup_steps", "0.5"]
     arguments = _as_arguments(settings)
     Path("run.json").write_text(json.dumps(arguments, indent=1))
@@ -316,6 +328,10 @@ def _write_texts() -> None:
     Path("sft/train.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     Path("sft/dev.json").write_text(json.dumps(PAIRS[:2]))
     Path("chat.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    answers = {"context": "the cat sat", "question": "who sat?", "answers": {"text": ["the cat"], "answer_start": [0]}}
+    Path("squad.json").write_text(json.dumps([{**answers, "id": place, "title": "t"} for place in range(3)]))
+    task = {"instruction": "add", "input": "1 2", "output": "3", "system": "be short", "history": [["a", "b"]]}
+    Path("alpaca.jsonl").write_text("\n".join(json.dumps(task) for _ in range(3)))
     Path("lambada.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     Path("prompts.txt").write_text("\n".join(TEXTS[:2]))
     Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "id": 1}) for text in TEXTS[:2]))

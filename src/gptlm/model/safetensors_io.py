@@ -62,6 +62,8 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
     Raises:
         GptlmError: if the file cannot be read, or does not have the size that its header gives.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise GptlmError(f"cannot read {path}: it is a pipe, a device or a socket, not a file")  # would wait forever
     try:
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(8))[0]

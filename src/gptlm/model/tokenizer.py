@@ -48,6 +48,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         read_json(folder / TOKENIZER, remedy=DOWNLOAD)  # transformers ignores a damaged one, or does not name the file
     try:
         tokenizer = load_pretrained(AutoTokenizer, source)
+        tokenizer(PROBE)  # values of other types in tokenizer_config.json are first used here
     except GptlmError:
         raise
     except Exception as error:  # transformers, tokenizers and huggingface_hub have error types of their own

@@ -194,6 +194,8 @@ def mapped(path: Path) -> mmap.mmap:
 
 def guarded(path: Path, load: Callable[[], Any]) -> Any:
     """`load()`, which reads `path`. Raises GptlmError for whatever the bytes of a damaged file make it raise."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise GptlmError(f"cannot read {path}: it is a pipe, a device or a socket, not a file")  # would wait forever
     try:
         return load()
     except (GptlmError, MemoryError):
