@@ -166,7 +166,9 @@ def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
     """One turn, after those of `history`, as LLaMA-Factory reads it: responses in it are targets, too."""
     turns = []
     history = record.get("history")
-    for number, pair in enumerate([] if history is None else history, start=1):
+    if not isinstance(history, list | None):
+        raise GptlmError(f"{place}: history is {history!r:.40}, not a list of pairs of a prompt and a response")
+    for number, pair in enumerate(history or [], start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise GptlmError(f"{place}: history {number} is not a pair of a prompt and a response")
         turns.append((_text(pair[0], place), "", _text(pair[1], place)))
