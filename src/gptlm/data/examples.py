@@ -88,7 +88,7 @@ def find_files(path: Path, split: str) -> list[Path]:
 
 def files_in(folder: Path) -> tuple[Path, ...]:
     """The files with records in a folder, sorted by name."""
-    found = (file for file in folder.rglob("*") if not is_dataset(file.parent))
+    found = (file for file in folder.rglob("*") if (file.is_file() or is_dataset(file)) and not is_dataset(file.parent))
     return tuple(sorted(file for file in found if format_of(file) not in (None, ".txt")))
 
 
