@@ -183,7 +183,8 @@ def files_of_checkpoint(path: Path) -> list[str]:
         manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         if "global_step" not in manifest:
             return []
-        return [MANIFEST, *(name for name in manifest["files"] if ".." not in Path(name).parts)]
+        inside = (name for name in manifest["files"] if not Path(name).is_absolute() and ".." not in Path(name).parts)
+        return [MANIFEST, *inside]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

@@ -1,11 +1,13 @@
 """A checkpoint is complete, or it is skipped with a message that names it."""
 
 import json
+import os
 import re
 
 import pytest
 import xxhash
 
+from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.task import owner_of
 from gptlm.errors import GptlmError
@@ -169,6 +171,41 @@ def test_writing_the_same_step_again_replaces_it(tmp_path):
     write_checkpoint(tmp_path, 10, consumed_samples=1)
     assert checkpoint.read(write_checkpoint(tmp_path, 10, consumed_samples=2)).manifest.consumed_samples == 2
     assert json.loads((tmp_path / "checkpoint-10" / "manifest.json").read_text())["files"]["model.safetensors"] == 100
+
+
+def test_an_interrupted_replacement_leaves_the_old_one_or_the_new_one(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, 5, {"model.safetensors": b"old"})
+    rename = os.rename
+
+    def until_the_new_one(source, target):
+        if target == tmp_path / "checkpoint-5":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", until_the_new_one)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(tmp_path, 5, {"model.safetensors": b"new"})
+    checkpoint.remove_leftovers(tmp_path)
+    assert (tmp_path / ".checkpoint-5.before" / "model.safetensors").read_bytes() == b"old"
+
+
+def test_files_of_others_in_a_replaced_one_stay(tmp_path):
+    old = write_checkpoint(tmp_path, 5)
+    (old / "notes.txt").write_text("mine")
+    new = write_checkpoint(tmp_path, 5, {"model.safetensors": b"new"})
+    assert checkpoint.read(new).manifest.files == {"model.safetensors": 3}
+    assert [path.read_text() for path in tmp_path.rglob("notes.txt")] == ["mine"]
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "sub/../../outside"])
+def test_a_manifest_owns_no_file_outside_its_folder(tmp_path, name):
+    path = write_checkpoint(tmp_path, 5)
+    noted = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(noted | {"files": {**noted["files"], name: 1}}))
+    assert name not in owned.files_of_checkpoint(path)
+    assert "model.safetensors" in owned.files_of_checkpoint(path)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):

@@ -65,10 +65,26 @@ def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
     with replacing(staging / MANIFEST) as manifest:
         manifest.write(manifest_text(fields, files, checksums).encode())
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
-    owned.make_way(final.parent, final.name)
-    os.rename(staging, final)
+    if final.name in {path.name for path in own_folders(final.parent)}:
+        before = _move_away(final)
+        os.rename(staging, final)
+        if not owned.remove(before.parent, before.name):  # files of others were in it
+            owned.rename_aside(before.parent, before.name)
+    else:
+        owned.make_way(final.parent, final.name)
+        os.rename(staging, final)
     sync_folder(final.parent)
     return final
+
+
+def _move_away(path: Path) -> Path:
+    """Rename an own checkpoint, which is to be removed when another one is in its place."""
+    before = path.with_name(f".{path.name}.before")
+    owned.make_way(before.parent, before.name)
+    own = [name.removeprefix(path.name) for name in owned.listing(path.parent) if name.startswith(f"{path.name}/")]
+    os.rename(path, before)
+    owned.note(before.parent, [f"{before.name}{name}" for name in own], owned.RUN)
+    return before
 
 
 def read(path: Path) -> Checkpoint:
