@@ -1,5 +1,6 @@
 """Create the network: with random weights, or with the weights in a folder."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ def new_model(
     eos_token_id: int | None = None,
     initializer_range: float | None = None,
 ) -> GPTLMHeadModel:
-    """A network of `shape` with random float32 weights from torch's global generator."""
+    """A network of `shape` with random float32 weights from torch's global generator.
+
+    Raises:
+        GptlmError: if they need more memory than the machine has.
+    """
+    check_memory(shape)
     model = blank_model(new_config(shape, hidden_dropout, attention_dropout, eos_token_id, initializer_range))
     filled: set[nn.Parameter] = set()
     for module in model.modules():
@@ -42,6 +48,20 @@ def new_model(
             model._init_weights(module)
             filled |= own
     return model
+
+
+def check_memory(shape: Shape) -> None:
+    """Raises GptlmError if float32 weights of `shape` need more memory than the machine has."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    layer = 4 * width * width + 2 * width * inner
+    count = shape.num_hidden_layers * layer + (shape.vocab_size + shape.max_position_embeddings) * width
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * count > memory:
+        raise GptlmError(
+            f"a model of these sizes has {count / 1e9:,.1f} billion weights, which take {4 * count / 1e9:,.0f} GB in "
+            f"float32; this machine has {memory / 1e9:,.0f} GB of memory: give smaller sizes, or share the model out "
+            "over several processes (gptlm plan finds layouts)"
+        )
 
 
 def blank_model(config: GPT2Config) -> GPTLMHeadModel:

@@ -44,7 +44,7 @@ class ModelArguments:
     )
     tokenizer_name_or_path: str | None = arg(None, "tokenizer folder or name; unset: model_name_or_path")
     continue_training: bool = arg(False, "start from the weights of model_name_or_path, not from random weights")
-    num_hidden_layers: int | None = arg(None, "number of transformer layers; unset: the model's", ge=1)
+    num_hidden_layers: int | None = arg(None, "number of transformer layers; unset: the model's", ge=1, le=10_000)
     hidden_size: int | None = arg(None, "hidden size; unset: the model's", ge=1)
     num_attention_heads: int | None = arg(None, "number of attention heads; unset: the model's", ge=1)
     intermediate_size: int | None = arg(None, "feed-forward size; unset: the model's or 4 x hidden_size", ge=1)
