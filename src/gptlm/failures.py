@@ -53,6 +53,9 @@ def logged_in(folder: str | Path | None) -> Iterator[None]:
 def report(error: Exception, command: str, *, debug: bool) -> str:
     """Write the traceback of `error` to a file, or print it with `debug`; returns the line that describes the error."""
     stage = stage_of(error) or f"while running gptlm {command}".rstrip()
+    if loop := re.match(r"Symlink loop from '(.*)'", str(error)):  # Path.resolve of Python 3.12 and older
+        trace = error.__traceback__
+        error = OSError(errno.ELOOP, os.strerror(errno.ELOOP), loop[1]).with_traceback(trace)
     if is_out_of_memory(error):
         requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         size = f" ({requested[1]} more were requested)" if requested else ""

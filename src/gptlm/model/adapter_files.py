@@ -32,6 +32,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
+    if config.get("alora_invocation_tokens") is not None:
+        raise GptlmError(f"the adapters in {folder} are activated LoRA (alora_invocation_tokens); expected plain LoRA")
     for key, types in REQUIRED.items():
         value = config.get(key)
         if not isinstance(value, types) or isinstance(value, bool) or value == []:

@@ -45,8 +45,9 @@ def maker(command: str, arguments: Mapping[str, Any], inputs: Iterable[Path], *,
     """The maker with the key of `arguments`, and of names, sizes and times of change of the files in `inputs`."""
     read = tuple(path for path in inputs if path.exists())
     kept = {name: value for name, value in arguments.items() if name not in NOT_IN_KEY}
-    files = sorted({file.resolve() for path in read for file in (path.iterdir() if path.is_dir() else [path])})
-    stats = [(str(file), file.stat()) for file in files if file.is_file() and file.name != owned.LISTING]
+    found = (file for path in read for file in (path.iterdir() if path.is_dir() else [path]))
+    files = sorted({file.resolve() for file in found if file.is_file()})  # a loop of links is no file
+    stats = [(str(file), file.stat()) for file in files if file.name != owned.LISTING]
     marks = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     content = json.dumps([command, kept, marks], sort_keys=True, default=str)
     return Maker(command, hashlib.sha256(content.encode()).hexdigest()[:16], read, overwrite)
