@@ -371,9 +371,8 @@ def test_an_empty_text_trains_no_tokenizer(work):
 
 
 def test_a_prompt_is_kept_and_the_continuation_shortened(work, model):
-    words = (
-        "--model_name_or_path gpt2-medium-en --tgt_length 200 --device cpu --output_file long.jsonl --prompt".split()
-    )
+    words = "--model_name_or_path gpt2-medium-en --tgt_length 200 --device cpu".split()
+    words += "--output_file long.jsonl --overwrite --prompt".split()
     result = run_script("predict_generation", *words, "the cat 5 sat on the mat", cwd=work)
     assert result.returncode == 0 and "leave no room for 200 new tokens in the position table of 64" in result.stderr
     tokenizer = AutoTokenizer.from_pretrained(work / "tok")

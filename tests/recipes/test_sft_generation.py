@@ -43,7 +43,8 @@ def evaluate(model, folder, rows, *words):
 
 
 def predicted(model, folder, prompts, *words):
-    argv = ["--model_name_or_path", model, "--device", "cpu", "--output_file", folder / "o.jsonl", *words, "--prompt"]
+    argv = ["--model_name_or_path", model, "--device", "cpu", "--output_file", folder / "o.jsonl", "--overwrite"]
+    argv += [*words, "--prompt"]
     assert main(["predict", *map(str, argv), *prompts]) == 0
     return [json.loads(line)["continuation"] for line in (folder / "o.jsonl").read_text().splitlines()]
 

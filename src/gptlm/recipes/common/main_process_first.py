@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.ranks import is_main_process, local_rank, rank, world_size
-from gptlm.recipes.common.heartbeat import missing_rank
 from gptlm.upstream.torch import default_store
 
 TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
@@ -36,6 +35,8 @@ def explain_timeout(seconds: int) -> Iterator[None]:
         text = str(error)
         if not TIMED_OUT.search(text) or not (isinstance(error, dist.DistError) or LIBRARIES.search(text)):
             raise
+        from gptlm.recipes.common.heartbeat import missing_rank  # imports transformers' Trainer
+
         if found := missing_rank(seconds):
             raise GptlmError(
                 f"{found}; if it only needs time, give more seconds with {named('ddp_timeout')}"
