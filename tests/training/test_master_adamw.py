@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gptlm.errors import GptlmError
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
 
@@ -35,7 +34,6 @@ def test_equals_adamw_on_float32_copies(dtype):
     for weight, master, copy in zip(weights, optimizer.masters, plain):
         torch.testing.assert_close(master, copy, rtol=1e-6, atol=1e-7)
         assert torch.equal(weight, master.to(dtype)) and weight.dtype == dtype
-    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
 
 
 def test_small_updates_add_up():
@@ -90,13 +88,3 @@ def test_a_weight_without_gradient_keeps_still():
         optimizer.take_gradients()
         optimizer.step()
     assert torch.equal(weights[1], second)
-
-
-def test_a_model_that_moved_is_refused():
-    """Its weights would not be those that the optimizer updates."""
-    weights, optimizer = make(torch.bfloat16)
-    weights[0].grad = torch.ones_like(weights[0])
-    weights[0].data = weights[0].data.clone()
-    optimizer.take_gradients()
-    with pytest.raises(GptlmError, match="moved or converted after its optimizer was made"):
-        optimizer.step()

@@ -1,6 +1,6 @@
 """AdamW for half-precision weights, with float32 master weights (fp16_opt_level O2).
 
-Weights, their copies, moments and gradients lie end to end, so that a step is a handful of passes over memory.
+Copies, moments and gradients of all weights lie end to end, so that a step is a handful of passes over memory.
 """
 
 import math
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptlm.errors import GptlmError
 from gptlm.kernels.compiling import compile_obstacle
 from gptlm.parallel.flat_grad_sync import flatten_gradients
 
@@ -32,8 +31,7 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         fused: update in one compiled pass, if Triton supports the weights' device.
 
     Attributes:
-        weights, masters: of the model, and their float32 copies, in the same order; each kind views of one tensor, to
-            which the weights' data move. Later changes have to be made in place.
+        weights, masters: of the model, and their float32 copies (views of one tensor), in the same order.
         updates: steps done.
     """
 
@@ -53,9 +51,6 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         self._flat = {kind: self._zeros(torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}
         self.masters: list[Tensor] = [nn.Parameter(view) for view in self._views(self._flat["master"])]
         torch._foreach_copy_(self._views(self._flat["master"]), [weight.detach() for weight in self.weights])
-        self._rounded = self._zeros(self.weights[0].dtype)
-        for weight, view in zip(self.weights, self._views(self._rounded), strict=True):
-            weight.data = view.copy_(weight.detach())  # so that the update writes masters and weights in one pass
         masters, members = iter(self.masters), iter(range(len(self.weights)))
         self._members = [[next(members) for _ in group["params"]] for group in groups]
         for group in groups:
@@ -137,22 +132,21 @@ class MasterWeightAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update masters and weights.
-
-        Raises:
-            GptlmError: if the model was moved or converted since; its weights would not follow.
-        """
-        if self.weights[0].data_ptr() != self._rounded.data_ptr():
-            raise GptlmError("the model was moved or converted after its optimizer was made; make the optimizer again")
         self.updates += 1
         for group, run in self._runs():
             beta1, beta2 = group["betas"]
             correction = 1 - beta1**self.updates, math.sqrt(1 - beta2**self.updates)
             numbers = (beta1, beta2, group["eps"])
             changing = (1 - group["lr"] * group["weight_decay"], group["lr"] / correction[0], correction[1])
-            flat = [tensor[run] for tensor in (*self._flat.values(), self._gradient, self._rounded)]
+            flat = [tensor[run] for tensor in (*self._flat.values(), self._gradient)]
             self._update(*flat, self._factor, *(torch.tensor(value) for value in changing), *numbers)
         self._gradient = torch.zeros(0)
+        self.round_weights()
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Copy the masters, rounded, into the model's weights."""
+        torch._foreach_copy_(self.weights, self.masters)
 
     def _runs(self) -> Iterator[tuple[dict[str, Any], slice]]:
         """The places of weights that have gradients, as long as they go on in one group."""
@@ -196,7 +190,6 @@ def adamw_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     gradient: Tensor,
-    rounded: Tensor,
     factor: Tensor,
     keep: Tensor,
     size: Tensor,
@@ -209,21 +202,17 @@ def adamw_(
 
     Args:
         gradient: multiplied by `factor` here; any precision.
-        rounded: receives the new `master` in its own precision.
         keep: 1 - lr x weight_decay; `size`: lr / (1 - beta1^t); `root`: sqrt(1 - beta2^t).
     """
     gradient = gradient.float() * factor
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).add_(gradient * gradient * (1 - beta2))
     master.mul_(keep).sub_(exp_avg / (exp_avg_sq.sqrt() / root + eps) * size)
-    rounded.copy_(master)
 
 
-def _in_pieces(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, rounded: Tensor, *rest: Any
-) -> None:
+def _in_pieces(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, *rest: Any) -> None:
     """`adamw_` in chunks."""
-    flat = (master, exp_avg, exp_avg_sq, gradient, rounded)
+    flat = (master, exp_avg, exp_avg_sq, gradient)
     for pieces in zip(*(tensor.split(EAGER) for tensor in flat), strict=True):
         adamw_(*pieces, *rest)
 
