@@ -28,8 +28,12 @@ def unknown_keys(configuration: Configuration) -> Iterator[str]:
     names = (*keys.TRAINING_RENAMED, *keys.SETTLED, *keys.EVALUATION_RENAMED, *keys.GENERATION_RENAMED)
     for key, leaf in configuration.leaves.items():
         emptied = leaf.value is None and any(name.startswith(f"{key}.") for name in names)  # a section without keys
-        if key not in names and matching(key, keys.TRAINING_IGNORED) is None and not emptied:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+        if key in names or key in keys.TRAINING_IGNORED or emptied:
+            continue
+        # of a section that is ignored as a whole (Generation in training), only what is nearly a known key is wrong
+        is_ignored = matching(key, keys.TRAINING_IGNORED) is not None
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.9 if is_ignored else 0.6)
+        if near or not is_ignored:
             yield f"{configuration.typed(key)} is unknown{f'; did you mean {near[0]}?' if near else '; remove it'}"
     module = configuration.value("Model.module")
     if module is not None and str(module) not in keys.MODULES:
