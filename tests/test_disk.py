@@ -4,12 +4,14 @@ import errno
 import os
 import resource
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from gptlm import disk
 from gptlm.checkpoint.folder import writing
 from gptlm.cli import main
 from gptlm.disk import read_file, write_failure
@@ -83,6 +85,31 @@ def test_devices_are_not_read(tmp_path):
     writer.start()
     assert read_file(tmp_path / "pipe") == b"text"
     writer.join()
+
+
+def test_a_pipe_without_a_writer_is_not_waited_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="nothing was written to this pipe"):
+        read_file(tmp_path / "pipe")
+
+
+def test_a_writer_may_take_longer_than_its_first_byte_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "PATIENCE", 0.2)
+    source, sink = os.pipe()
+
+    def write():
+        time.sleep(0.6)
+        os.write(sink, b"te")
+        time.sleep(0.1)
+        os.write(sink, b"xt" * 100_000)
+        os.close(sink)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_file(f"/dev/fd/{source}") == b"te" + b"xt" * 100_000
+    writer.join()
+    os.close(source)
 
 
 def test_earlier_checkpoints_are_mentioned_where_there_are_any(tmp_path):

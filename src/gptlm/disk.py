@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +17,7 @@ from gptlm.errors import reason_of
 NEARLY_FULL = (
     1 << 20
 )  # free bytes below which a failed write is attributed to a full disk, whatever the library reports
+PATIENCE = 5.0  # seconds, for a process that writes to a pipe
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 TORCH = ("PytorchStreamWriter", "inline_container", "file write")  # in torch.save's RuntimeError about a file
 
@@ -41,13 +44,32 @@ def read_file(path: str | Path) -> bytes:
     """The content of a file or pipe.
 
     Raises:
-        OSError: if it cannot be read, or is a device, most of which have no end.
+        OSError: if it cannot be read, is a device, most of which have no end, or a pipe that nothing writes to.
     """
-    with open(path, "rb") as file:
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # opening a pipe without a writer would wait forever
+
+    with open(path, "rb", buffering=0, opener=opener) as file:
         mode, is_null = os.fstat(file.fileno()).st_mode, os.path.samefile(path, os.devnull)
         if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not file.isatty() and not is_null):
             raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
-        return file.read()
+        begin = _first_of_pipe(file, path) if stat.S_ISFIFO(mode) else b""
+        os.set_blocking(file.fileno(), True)
+        return begin + file.readall()
+
+
+def _first_of_pipe(file: FileIO, path: str | Path) -> bytes:
+    """What is in a pipe; b"" as soon as it has a writer that has not written yet."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        content = file.read()
+        if content is None:  # there is a writer
+            return b""
+        if content:
+            return content
+        time.sleep(0.05)
+    raise OSError(errno.EPIPE, f"nothing was written to this pipe within {PATIENCE:.0f} s", str(path))
 
 
 def sync_folder(folder: Path) -> None:
