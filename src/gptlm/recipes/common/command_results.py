@@ -77,11 +77,15 @@ def check_files(flag: str, files: Sequence[Path], by: Maker) -> None:
                 f"another {named(flag)}"
             )
         entries[str(file)] = entry
-    _check_maker(flag, ", ".join(entries), list(entries.values()), by)
+    if why := _why_replaced(flag, ", ".join(entries), list(entries.values()), by):
+        logger.info("replaced, %s: %s", why, ", ".join(entries))
 
 
-def check_folder(flag: str, folder: Path, by: Maker) -> None:
+def check_folder(flag: str, folder: Path, by: Maker) -> str | None:
     """Check that the command may make `folder`, or replace what it has made there.
+
+    Returns:
+        Why it may replace the folder; None: there is nothing to replace.
 
     Raises:
         UsageError: if it is the working, root or home folder, holds an input or a file of others, or a result of
@@ -95,7 +99,7 @@ def check_folder(flag: str, folder: Path, by: Maker) -> None:
         if path.resolve().is_relative_to(resolved):
             raise UsageError(f"{named(flag)} {folder} holds {path}, which the command reads; give a new folder")
     if not folder.is_dir():
-        return
+        return None
     files = owned.listing(folder)
     found = [file.relative_to(folder).as_posix() for file in owned.files_below(folder)]
     entries = {name: owned.entry_of(folder, name, files) for name in found if name != owned.LISTING}
@@ -105,24 +109,23 @@ def check_folder(flag: str, folder: Path, by: Maker) -> None:
             f"{named(flag)} {folder} is not empty: {some_of(foreign)} was not written by gptlm {by.command}; give a "
             "new folder"
         )
-    _check_maker(flag, str(folder), [entry for entry in entries.values() if entry is not None], by)
+    return _why_replaced(flag, str(folder), [entry for entry in entries.values() if entry is not None], by)
 
 
-def _check_maker(flag: str, what: str, entries: list[owned.Entry], by: Maker) -> None:
-    """Log that `what` is replaced, if it is there. Raises UsageError if the command may not."""
+def _why_replaced(flag: str, what: str, entries: list[owned.Entry], by: Maker) -> str | None:
+    """Why the command may replace `what`; None if it is not there. Raises UsageError if the command may not."""
     if not entries:
-        return
+        return None
     if any(entry.key is None for entry in entries):
         raise UsageError(f"{named(flag)}: {what} is of a training run; give another {named(flag)}")
     if all(entry.command == by.command and entry.key == by.key for entry in entries):
-        logger.info("replaced, the same command made it of the same input: %s", what)
-    elif by.overwrite:
-        logger.info("replaced (overwrite): %s", what)
-    else:
-        raise UsageError(
-            f"{named(flag)}: {what} exists, of other arguments or another input; {named('overwrite')} replaces it, or "
-            f"give another {named(flag)}"
-        )
+        return "the same command made it of the same input"
+    if by.overwrite:
+        return "as overwrite asks"
+    raise UsageError(
+        f"{named(flag)}: {what} exists, of other arguments or another input; {named('overwrite')} replaces it, or "
+        f"give another {named(flag)}"
+    )
 
 
 def note_files(files: Iterable[Path], by: Maker) -> None:
@@ -146,7 +149,8 @@ def new_folder(flag: str, output: Path, by: Maker) -> Iterator[Path]:
         with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
             made = False
             try:
-                check_folder(flag, output, by)
+                if why := check_folder(flag, output, by):  # again: another command may have ended meanwhile
+                    logger.info("replaced, %s: %s", why, output)
                 _make_empty(staging)
                 owned.note(staging, [], by.command)
                 made = True
