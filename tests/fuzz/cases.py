@@ -18,8 +18,6 @@ VALUES = [
     "١٢", " 1 ", "=", "%s{0}", "\x1b[31m", "-", "0x10", "1,1,1", "1/1", "stage2 offload", "model/config.json",
     "script.py", "./", "~", "$HOME", "*", "[", "gpt2", "cpu", "no", "all", "1;2", "é" * 200,
 ]  # fmt: skip
-LARGE = 8  # numbers above ask for hours of work from a few arguments
-WORK = ("max_steps", "num_train_epochs", "max_position_embeddings", "tgt_length")
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,14 @@ def test_adapters_without_a_base_name_need_the_flag(base, tmp_path, named):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_base_name_that_is_no_text_is_damage(base, tmp_path):
+    folder = adapters(base, tmp_path / "a")
+    settings(base_model_name_or_path=5)(folder, {})
+    with pytest.raises(GptlmError, match="adapter_config.json is damaged: base_model_name_or_path is 5"):
+        base_and_adapters(str(folder), None)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_full_names_of_targets_are_accepted(base, tmp_path):
     folder = adapters(base, tmp_path / "a", targets=["transformer.h.1.mlp.c_fc", "attn.c_proj"])
     torch.testing.assert_close(ours(base, folder), plain(base, folder), atol=2e-5, rtol=1e-5)

@@ -6,11 +6,10 @@ A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed lea
 
 CASES: [[name, [words of the command]], ...]
 RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...]} or {"error": text}}; read is how
-many KiB each process has touched of the token files it has mapped, scale the state of its loss scale at the end.
+many bytes of token files each process has read, scale the state of its loss scale at the end.
 """
 
 import gc
-import itertools
 import json
 import os
 import sys
@@ -54,15 +53,21 @@ def float16_on_the_cpu(words):
         training.choose_device, training.make_loss_scale = choose, make
 
 
-def kib_of_tokens(folder):
-    """Resident pages of the token files of `folder` in this process, by the kernel's account."""
-    total, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if not line.split()[0].endswith(":"):  # the head of a mapping: range, rights, offset, device, inode, path
-            counts = line.endswith(".bin") and str(folder) in line
-        elif counts and line.startswith("Rss:"):
-            total += int(line.split()[1])
-    return total
+@contextmanager
+def counted_reads():
+    """Inside, sizes of the reads of token files; the list it gives gets them."""
+    pread, sizes = os.pread, []
+
+    def counted(file, size, place):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".bin"):
+            sizes.append(size)
+        return pread(file, size, place)
+
+    os.pread = counted
+    try:
+        yield sizes
+    finally:
+        os.pread = pread
 
 
 def of_all(value):
@@ -85,10 +90,9 @@ def main(cases: str, results: str) -> None:
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
         try:
-            gc.disable()  # what was mapped stays mapped: a trainer is part of a cycle
-            with float16_on_the_cpu(words) as scales:
+            with float16_on_the_cpu(words) as scales, counted_reads() as sizes:
                 metrics = train(words)
-            read = of_all(kib_of_tokens(dict(itertools.pairwise(words)).get("--input_dir", "")))
+            read = of_all(sum(sizes))
             scale = of_all(scales[0].state_dict() if scales else None)
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
@@ -102,7 +106,6 @@ def main(cases: str, results: str) -> None:
         torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
         unset_hf_deepspeed_config()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-        gc.enable()
         freeze_imports()
         gc.collect()
         dist.barrier()

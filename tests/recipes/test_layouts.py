@@ -227,9 +227,10 @@ def test_padding_and_documents_in_every_layout(model, tmp_path):
 
 
 @pytest.mark.distributed
-def test_left_out_targets_are_counted_by_all_stages(four, wanted):
-    """The loss is that of processes that read all tokens."""
+def test_stages_between_the_first_and_the_last_read_no_tokens(four, wanted):
+    """Also where targets are left out, which each process counts: the loss is that of processes that read all."""
     between, none = four[1]["pp4 masked"], four[1]["tp2 pp2 masked"]
+    assert between["read"][1:3] == [0, 0] and all(size > 0 for size in between["read"][::3] + none["read"])
     assert losses(between) == pytest.approx(losses(none), abs=1e-5)
     assert between["metrics"]["eval_loss"] == pytest.approx(none["metrics"]["eval_loss"], abs=1e-5)
     assert losses(between) != pytest.approx(wanted[0], abs=1e-4)
