@@ -90,9 +90,8 @@ def _write_traceback(error: Exception, command: str) -> str:
     for folder in [*notes, tempfile.gettempdir()]:
         path = Path(folder) / f"gptlm-error-{os.getpid()}.log"
         try:
-            with path.open(
-                "a", encoding="utf-8", errors="backslashreplace"
-            ) as file:  # a process on another machine may have the same id
+            # appended: a process on another machine may have the same id
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{head}{text}\n")
         except OSError:
             continue

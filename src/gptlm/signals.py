@@ -136,7 +136,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def not_held() -> Iterator[None]:
-    """Inside a `held` block: a signal ends the command at once, because nothing would be lost."""
+    """Inside a `held` block: a signal ends the command immediately, because nothing would be lost."""
     with _holding(False):
         yield
 

@@ -147,7 +147,7 @@ def residual_projection(inputs: int, outputs: int) -> nn.Linear:
 
 
 def late_bias(linear: nn.Module, dropout: nn.Dropout) -> Tensor | None:
-    """The bias of `linear`, unless it has to be added at once: before a dropout, or inside another kind of layer."""
+    """The bias of `linear`, unless it has to be added here: before a dropout, or inside another kind of layer."""
     drops = dropout.training and dropout.p > 0
     return linear.bias if type(linear) is nn.Linear and not drops else None
 

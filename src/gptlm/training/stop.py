@@ -18,8 +18,7 @@ class SignalStop:
     """Which signal ends the run, the same on every process.
 
     The signals that processes have received are summed in the all-reduce that counts the targets of a step, so sharing
-    them takes no communication of its own. On a GPU the sum is read one step later: reading it at once would make the
-    host wait for the device.
+    them takes no communication of its own. On a GPU the sum is read one step later, when the host need not wait for it.
 
     Args:
         saves: whether a checkpoint is written first.
