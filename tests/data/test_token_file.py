@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from gptlm.data.blocks import BlocksWithDocuments, UnreadBlocks, build_split
 from gptlm.data.cache import IndexCache
+from gptlm.data.corpora import open_corpora
 from gptlm.data.indexed import open_tokens
 from gptlm.data.token_file import TokenFile
+from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, from_worker
 
 SHORTER = r"c(\.bin|_ids\.npy) has become shorter while it was read: it has 16 bytes"
@@ -29,6 +32,25 @@ def test_ids_are_those_of_the_file(tmp_path):
     assert np.array_equal(found, ids)  # a file that is replaced is read to its end
     os.rename(tmp_path / "y", tmp_path / "x")
     assert np.array_equal(pickle.loads(pickle.dumps(found)), ids)
+
+
+@pytest.mark.parametrize("lengths", [[5000], [3] * 1000 + [2000]])
+def test_a_sample_reads_its_tokens_once_and_no_others(tmp_path, monkeypatch, lengths):
+    """Also where one document is the whole corpus, and where documents are masked."""
+    writer = IndexedTokensWriter(str(tmp_path / "c"), 500)
+    writer.add(np.arange(5000) % 500, lengths)
+    writer.finish({})
+    corpora = open_corpora(str(tmp_path / "c"), "1,0,0")
+    dataset = build_split(corpora, "train", num_samples=20, seq_length=16, seed=1, cache=IndexCache([]))
+    pread, read = os.pread, []
+    monkeypatch.setattr(os, "pread", lambda file, size, place: read.append(size) or pread(file, size, place))
+    with_documents = BlocksWithDocuments(dataset)
+    for i in range(20):
+        read.clear()
+        block, _ = with_documents[i]
+        assert sum(read) == 17 * 2 and len(block) == 17
+    read.clear()
+    assert len(BlocksWithDocuments(UnreadBlocks(dataset))[3][0]) == 17 and read == []
 
 
 @pytest.mark.parametrize("layout", ["mmap", "npy"])

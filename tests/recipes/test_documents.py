@@ -30,9 +30,9 @@ def losses_by_hand(model_folder, dataset, count, masking, eod_mask_loss):
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     losses, counted = torch.empty(count, LENGTH), torch.ones(count, LENGTH, dtype=torch.bool)
     for row in range(count):
-        pieces = [ids for _, _, ids in dataset.pieces(row)]
-        block = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
-        bounds = np.cumsum([0, *map(len, pieces)]).tolist()
+        pieces = dataset.pieces(row)
+        block = torch.from_numpy(np.concatenate([dataset.tokens.get(*piece) for piece in pieces]).astype(np.int64))
+        bounds = np.cumsum([0, *(length for _, _, length in pieces)]).tolist()
         spans = [(a, min(b, LENGTH)) for a, b in itertools.pairwise(bounds) if a < LENGTH]
         if masking == "attention":
             logits = torch.cat([model(block[a:b][None]).logits[0] for a, b in spans])

@@ -143,7 +143,7 @@ class BlendedDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.datasets[self.parts[i]][int(self.samples[i])]
 
-    def pieces(self, i: int) -> list[tuple[int, int, np.ndarray]]:
+    def pieces(self, i: int) -> list[tuple[int, int, int]]:
         """Sample i as its part's `pieces`."""
         return self.datasets[self.parts[i]].pieces(int(self.samples[i]))
 

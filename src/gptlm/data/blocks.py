@@ -13,7 +13,7 @@ from gptlm.data.order import SampleOrder, build_order
 
 DOCUMENT_MASKINGS = ("none", "position", "attention")
 
-Piece = tuple[int, int, np.ndarray]  # sequence, offset of its first token in the sequence, ids
+Piece = tuple[int, int, int]  # sequence, offset of its first token in the sequence, tokens
 
 
 class BlockDataset:
@@ -30,7 +30,7 @@ class BlockDataset:
         return len(self.order.shuffle)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return join(self.pieces(i))
+        return np.concatenate([self.tokens.get(*piece) for piece in self.pieces(i)], dtype=np.int64)
 
     def documents_of(self, i: int) -> list[int]:
         """The document of each of `pieces(i)`; a document can be several sequences."""
@@ -38,16 +38,14 @@ class BlockDataset:
         return np.searchsorted(self.tokens.document_starts, sequences, side="right").tolist()
 
     def pieces(self, i: int) -> list[Piece]:
-        """Sample i as views, one for each sequence in it."""
+        """The parts of sample i, one for each sequence in it; no token is read."""
         row = int(self.order.shuffle[i])
         (first, offset), (last, end) = self.order.samples[row].tolist(), self.order.samples[row + 1].tolist()
-        found = []
-        for sequence in self.order.documents[first : last + 1].tolist():
-            found.append((sequence, offset, self.tokens.get(sequence, offset)))
-            offset = 0
-        sequence, offset, _ = found[-1]
-        found[-1] = (sequence, offset, self.tokens.get(sequence, offset, end - offset + 1))
-        return found
+        sequences = self.order.documents[first : last + 1]
+        offsets = [offset, *[0] * (last - first)]
+        ends = self.tokens.sizes[sequences].tolist()
+        ends[-1] = min(end + 1, ends[-1])
+        return [(s, o, e - o) for s, o, e in zip(sequences.tolist(), offsets, ends, strict=True)]
 
 
 PretrainingDataset = BlockDataset | BlendedDataset
@@ -66,13 +64,13 @@ class UnreadBlocks:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return join(self.pieces(i))
+        return np.zeros(sum(length for _, _, length in self.pieces(i)), np.int64)
 
     def documents_of(self, i: int) -> list[int]:
         return self.dataset.documents_of(i)
 
     def pieces(self, i: int) -> list[Piece]:
-        return [(sequence, offset, np.zeros(len(ids), ids.dtype)) for sequence, offset, ids in self.dataset.pieces(i)]
+        return self.dataset.pieces(i)
 
 
 class BlocksWithDocuments:
@@ -85,21 +83,15 @@ class BlocksWithDocuments:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, list[int]]:
-        pieces = self.dataset.pieces(i)
         lengths: list[int] = []
         before = None
-        for (sequence, _, ids), document in zip(pieces, self.dataset.documents_of(i), strict=True):
+        for (sequence, _, length), document in zip(self.dataset.pieces(i), self.dataset.documents_of(i), strict=True):
             if before == (sequence - 1, document):  # the next sentence of the same document
-                lengths[-1] += len(ids)
-            elif len(ids):
-                lengths.append(len(ids))
+                lengths[-1] += length
+            elif length:
+                lengths.append(length)
             before = (sequence, document)
-        return join(pieces), lengths
-
-
-def join(pieces: list[Piece]) -> np.ndarray:
-    """The ids of `pieces` end to end, int64."""
-    return np.concatenate([ids for _, _, ids in pieces], dtype=np.int64)
+        return self.dataset[i], lengths
 
 
 def build_split(

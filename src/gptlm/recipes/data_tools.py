@@ -51,11 +51,12 @@ def show(question: OrderQuestion) -> None:
         print(f"sample {number} of the blend is sample {int(dataset.samples[number])} of part {part}")
         dataset, number = dataset.datasets[part], int(dataset.samples[number])
     tokenizer = _tokenizer(question.arguments.tokenizer_name_or_path, dataset.tokens.prefix)
-    for sequence, offset, ids in dataset.pieces(number):
-        print(f"--- sequence {sequence} of {dataset.tokens.prefix}, tokens {offset} to {offset + len(ids) - 1}")
-        print(" ".join(map(str, ids.tolist())))
+    for sequence, offset, length in dataset.pieces(number):
+        print(f"--- sequence {sequence} of {dataset.tokens.prefix}, tokens {offset} to {offset + length - 1}")
+        ids = dataset.tokens.get(sequence, offset, length).tolist()
+        print(" ".join(map(str, ids)))
         if tokenizer is not None:
-            print(tokenizer.decode(ids.tolist()))
+            print(tokenizer.decode(ids))
 
 
 def check(arguments: CheckArguments) -> None:
