@@ -59,7 +59,7 @@ def test_files_that_become_shorter_are_named(corpus_folder, tmp_path, layout, wo
     shutil.copytree(corpus_folder / layout, tmp_path, dirs_exist_ok=True)
     tokens = open_tokens(str(tmp_path / "c"))
     before = tokens.sizes.tolist(), tokens.document_starts.tolist()
-    for file in tmp_path.iterdir():
+    for file in tmp_path.glob("c[._]*"):  # runs of other tests keep a cache beside them
         os.truncate(file, 16)
     assert (tokens.sizes.tolist(), tokens.document_starts.tolist()) == before  # the index is in memory
     loader = DataLoader([len(tokens) - 1], collate_fn=lambda rows: tokens.get(rows[0]), num_workers=workers)
