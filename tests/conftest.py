@@ -1,6 +1,7 @@
 """Shared fixtures: a corpus in both formats, sentence data, a tiny model, running the scripts."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ CACHE = tempfile.TemporaryDirectory(prefix="gptlm-tests-")  # runs keep encoded 
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup and in the background: tests send them
+        signal.signal(number, usual)
 ROOT = Path(__file__).parents[1]
 
 
