@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptlm.cli import hide_other_gpus, main
+from gptlm.cli import main
 from gptlm.data.indexed import open_tokens
+from gptlm.entry_points import hide_other_gpus
 from tests.config.test_run import README
 from tests.conftest import ROOT, run_script, write_sentence_data
 

@@ -40,9 +40,10 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "checkpoint": 4,
     "commands": 6,
     "recipes": 7,
-    "cli": 8,
-    "__main__": 9,
-    "launch": 9,
+    "entry_points": 8,
+    "cli": 9,
+    "__main__": 10,
+    "launch": 10,
 }
 TOGETHER: tuple[set[str], ...] = ()  # packages not separated yet
 LONGEST_FILE = 450  # lines

@@ -82,7 +82,7 @@ assert isinstance(Accelerator(cpu=True).unwrap_model(torch.nn.DataParallel(torch
 def test_imports_do_not_collect_garbage_and_are_never_visited_by_later_collections():
     code = """
 import gc
-from gptlm.cli import importing
+from gptlm.entry_points import importing
 with importing():
     assert not gc.isenabled()
 frozen = gc.get_freeze_count()
@@ -97,7 +97,7 @@ assert not gc.isenabled() and gc.get_freeze_count() <= frozen
 
 def test_models_of_transformers_are_listed_once_and_completely():
     code = """
-from gptlm.cli import importing
+from gptlm.entry_points import importing
 from gptlm.upstream.transformers import names_of_models
 from transformers.utils import import_utils
 with importing():

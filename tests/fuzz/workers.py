@@ -61,7 +61,7 @@ def prepare() -> None:
     import torch
     import torchao.dtypes  # noqa: F401
 
-    from gptlm.cli import importing
+    from gptlm.entry_points import importing
 
     with importing(trainer=True):
         import gptlm.recipes.convert
@@ -211,7 +211,7 @@ def kind_of(ended: Ended) -> str:
     """A text that is the same for findings with the same cause."""
     if ended.log:
         frames = re.findall(r'File "[^"]*src/gptlm/([^"]+)", line (\d+), in (\w+)', ended.log)
-        places = [":".join(frame) for frame in frames if frame[0] != "cli.py"]
+        places = [":".join(frame) for frame in frames if frame[0] not in ("cli.py", "entry_points.py")]
         last = [line for line in ended.log.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
         return f"{places[-1] if places else '?'} {last[-1][:150] if last else ''}"
     return re.sub(r"\d+", "N", "; ".join(ended.faults)) + " | " + re.sub(r"\d+", "N", ended.stderr.strip()[-200:])
