@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from gptlm.data.conversations import Content, PlainHeadings, Turn, parse_conversation
-from gptlm.data.examples import find_files, read_examples, record_batches, records_of
+from gptlm.data.examples import Columns, find_files, read_examples, record_batches, records_of
 from gptlm.errors import GptlmError
 
 PLAIN = PlainHeadings()
@@ -54,6 +54,8 @@ FORMS = [
     ({"source": "a", "target": "b"}, [Turn("a", "b")]),
     ({"prompt": "a", "response": "b", "id": 7}, [Turn("a", "b")]),
     ({"prompt": "a", "completion": "b"}, [Turn("a", "b")]),
+    ({"question": "a", "answer": "b"}, [Turn("a", "b")]),
+    ({"text": "a"}, [Turn("", "a", is_text=True)]),
     ({"instruction": "a", "output": "b"}, [turn(["### Instruction:\n", {"user": "a"}], "b", RESPONSE)]),
     (
         {"instruction": "a", "input": "i", "output": "b"},
@@ -173,6 +175,19 @@ def test_prompts_and_completions_of_messages():
     ]
 
 
+def test_columns_that_the_command_names():
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [("f", {"q": "a", "a": "b", "text": "t", "n": 1}), ("f", {"q": said[:1], "a": said[1:], "text": " "})]
+    found = read_examples(records, PLAIN, columns=Columns("q", "a"))
+    assert found.examples == [[Turn("a", "b")], PLAIN(parse_conversation(said, "f"))]
+    assert found.ignored == {"text": 2, "n": 1} and found.forms == {"q/a": 1, "q/a of messages": 1}
+    found = read_examples(records, PLAIN, columns=Columns(text="text"))
+    assert found.examples == [[Turn("", "t", is_text=True)]] and found.skipped == {"without a response": 1}
+    says = "f: --response_column answer: there is no such column; there are q, a, text, n"
+    with pytest.raises(GptlmError, match=re.escape(says)):
+        read_examples(records, PLAIN, columns=Columns("q", "answer"))
+
+
 def test_question_generation_is_asked_for_or_has_the_original_s_form():
     record = {"source": "Rome is in Italy.", "title": "Italy", "target": "Where is Rome?"}
     found = read_examples([("f", record)], PLAIN)
@@ -224,7 +239,13 @@ def test_the_files_of_a_folder(tmp_path):
     [
         ('{"src": "a", "tgt": "b"}\n{"src": \n', "line 2: broken JSON at column"),
         ('{"src": "a", "tgt": "b"}\n["x"]\n', "line 2: expected an object, found list"),
-        ('[{"text": "a"}]', "record 1: the keys text are not a known form; expected src/tgt"),
+        (
+            '[{"q": "a", "label": "b"}]',
+            "record 1: the keys q, label are not a known form; expected src/tgt",
+        ),
+        ('[{"q": "a"}]', "name other columns with --prompt_column and --response_column, or with --text_column"),
+        ('[{"prompt": "a", "chosen": "b", "rejected": "c"}]', "are preference data (DPO), which gptlm does not train"),
+        ('[{"text": ["a"]}]', "the keys text are not a known form"),
         ('[{"src": "a", "tgt": 3}]', "record 1: expected a text, found int"),
         ('[{"src": ["a"], "tgt": ["b", "c"]}]', "lists of different lengths"),
         (

@@ -5,6 +5,7 @@ from transformers import AutoTokenizer
 
 from gptlm.data.conversations import Content, Turn
 from gptlm.data.rows import Encoded, Encoder, Lengths, PaddleEncoder, Text, text_encoder
+from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import add_tokens, train_tokenizer
 
 END = 0
@@ -34,6 +35,8 @@ def shown(row):
         ([Turn("[abcdefghij]", "xy", "qr", (Content(1, 11),))], "[ghij]qrXY!"),  # nor its headings
         ([Turn("abcdefgh", "vwxyz")], "bcdefghVWXYZ"),  # an answer that is cut does not end; the prompt gives way
         ([Turn("", "xy")], ".XY!"),  # something must foretell the first token
+        ([Turn("", "stuvwxyz", is_text=True)], ".STUVWXYZ!"),  # no limit but that of the row
+        ([Turn("", "abcdefghijkl", is_text=True)], ".ABCDEFGHIJK"),
         ([Turn("a", "x"), Turn("b", "y")], "aX!bY!"),
         ([Turn("abc", "xy"), Turn("def", "uvwz")], "abcXY!"),  # what does not fit whole is skipped
         ([Turn("a", "x", in_loss=False), Turn("b", "y")], "ax.bY!"),  # context
@@ -95,6 +98,11 @@ def test_paddlenlp_s_encoding_ends_with_text_and_cuts_the_end_of_prompts():
     assert shown(paddle(Turn("ab", "x"))) == "ab </s>X </S>" and END not in paddle(Turn("ab", "x")).ids
     assert shown(paddle(Turn("abcdefghijkl", "x"))) == "abcdefghX </S>"
     assert shown(paddle(Turn("abcdefghijkl", "x", "qr"))) == "abcdefqrX </S>"
+
+
+def test_paddlenlp_has_no_plain_texts():
+    with pytest.raises(GptlmError, match="--paddle_compat encodes prompts and responses"):
+        paddle(Turn("", "a", is_text=True))
 
 
 def test_a_sample_without_targets_is_told():

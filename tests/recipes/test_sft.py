@@ -421,7 +421,8 @@ def test_loading_whole_models_and_adapters_crosswise_is_refused(tune, tmp_path):
             json.dumps(ROWS[:1]),
             r"there are 1 examples in .*d\.json; one for training and one for evaluation",
         ),
-        ((), '[{"text": "x"}]', "the keys text are not a known form"),
+        ((), '[{"a": "x", "b": "y"}]', "the keys a, b are not a known form"),
+        (("--val_size", "3"), json.dumps(ROWS[:3]), "val_size 3: there are 3 examples in"),
         ((), "nowhere", "is neither on this machine nor on the HuggingFace hub"),
     ],
 )

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -74,7 +75,8 @@ def test_rows_from_arrow_are_those_of_the_encoder(model, tmp_path, template, mor
     """All forms of records, among them responses that are cut, or have no target."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    records = [record for record, _ in FORMS for _ in range(3)]
+    forms = [record for record, _ in FORMS if "text" not in record or "paddle_compat" not in more]
+    records = [record for record in forms for _ in range(3)]
     records += [{"src": "the cat " * 30, "tgt": "sat on " * 20}, {"src": ["a", "b"], "tgt": ["", "c<|endoftext|>"]}]
     records += [{"messages": [{"role": "user", "content": "b " * 40}, {"role": "assistant", "content": "é 今"}] * 3}]
     path, lengths = write_lines(tmp_path / "d.jsonl", records), Lengths(20, 12, 48)
@@ -129,6 +131,38 @@ def test_the_next_start_encodes_nothing_and_says_the_same(load, tmp_path):
         assert part in said
     same([row for sample in second.train for row in sample], [row for sample in first.train for row in sample])
     assert second.prompts == first.prompts and second.digest == first.digest
+
+
+def test_parts_and_limits_of_the_examples(load, tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [{"q": row["src"], "a": row["tgt"]} for row in ROWS])
+    write_lines(tmp_path / "plain.jsonl", ROWS)
+    columns = ("--prompt_column", "q", "--response_column", "a")
+    whole, _ = load(tmp_path / "plain.jsonl")
+    data, said = load(path, *columns, "--do_eval", "--val_size", 0.2, "--seed", 7)
+    assert data.train.examples + data.dev.examples == whole.train.examples == len(ROWS)
+    held = math.ceil(0.2 * len(ROWS))
+    assert data.dev.examples == held and f"{data.dev.examples} of {len(ROWS)} examples" in said
+
+    def texts(samples):
+        return [row.ids.tolist() for sample in samples for row in sample]
+
+    assert sorted(texts(data.train) + texts(data.dev)) == sorted(texts(whole.train))
+    other, _ = load(path, *columns, "--do_eval", "--val_size", held, "--seed", 8, "--max_train_samples", 5)
+    assert texts(other.dev) == texts(data.dev) and texts(other.train) == texts(data.train)[:5]
+    trained, _ = load(path, *columns, "--val_size", held)
+    assert texts(trained.train) == texts(data.train) and not trained.dev
+    data, _ = load(path, *columns, "--do_eval", "--eval_dataset_name_or_path", path, "--max_eval_samples", 2)
+    assert texts(data.dev) == texts(whole.train)[:2] == texts(data.train)[:2]
+
+
+def test_plain_texts_are_targets_and_no_prompts(load, model, tmp_path):  # noqa: F811
+    texts = [row["src"] + row["tgt"] for row in ROWS]
+    path = write_lines(tmp_path / "d.jsonl", [{"body": text} for text in texts])
+    data, _ = load(path, "--text_column", "body", "--do_eval", "--eval_dataset_name_or_path", path, "--tgt_length", 2)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = tokenizer.eos_token_id
+    assert [row.ids.tolist() for (row,) in data.train] == [[end, *tokenizer(text)["input_ids"], end] for text in texts]
+    assert all(row.loss_mask[1:].all() for (row,) in data.train) and data.prompts == []
 
 
 def test_what_changes_rows_builds_them_again(load, model, tmp_path):  # noqa: F811
@@ -324,6 +358,6 @@ def test_a_hub_dataset_goes_the_same_way(load, tmp_path, monkeypatch):
     tables["train"] = tables["train"].select(range(5))
     data, said = load("some/rows")
     assert len(data.train) == 5 and "5 examples encoded in" in said
-    tables["train"] = datasets.Dataset.from_list([{"text": "a"}])
-    with pytest.raises(GptlmError, match="some/rows train, record 1: the keys text are not a known form"):
+    tables["train"] = datasets.Dataset.from_list([{"body": "a"}])
+    with pytest.raises(GptlmError, match="some/rows train, record 1: the keys body are not a known form"):
         load("some/rows")

@@ -194,7 +194,6 @@ PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
     "max_eval_samples": (EMPTY, "give --eval_iters, the batches of an evaluation"),
 }
 
-EVAL_FILE = "5 % of the examples are held out; give --eval_dataset_name_or_path for other examples"
 SFT_RENAMED = {
     **TRAINING_RENAMED,
     "lr": "learning_rate",
@@ -208,6 +207,8 @@ SFT_RENAMED = {
     "use_peft": "lora",
     "dataset_num_proc": "preprocessing_num_workers",
     "predict_with_generate": "eval_with_do_generation",
+    **dict.fromkeys(("eval_split_ratio", "test_size"), "val_size"),
+    "text_column_name": "text_column",
 }
 SFT_IGNORED = TRAINING_IGNORED | {
     "packing_strategy": "there is one packing strategy",
@@ -220,14 +221,12 @@ SFT_IGNORED = TRAINING_IGNORED | {
 }
 SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "config_name": (EMPTY, "fine-tuning uses the sizes of the model; give --model_name_or_path"),
-    **dict.fromkeys(("val_size", "validation_split_percentage", "eval_split_ratio", "test_size"), (EMPTY, EVAL_FILE)),
-    "max_train_samples": (EMPTY, "shorten the file of examples"),
-    "max_eval_samples": (EMPTY, "shorten the file of examples; --generate_num limits generated texts"),
+    "validation_split_percentage": (EMPTY, "give --val_size, the fraction or the number of examples"),
     "dataset_config_name": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
     "dataset_config": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
     "dataset_train_split": (("", "train"), "the split is named train"),
     "dataset_test_split": (("", "test", "dev", "validation"), "give --eval_dataset_name_or_path"),
-    "dataset_text_field": (("", "text"), "examples are prompts and responses; for plain text use gptlm pretrain"),
+    "dataset_text_field": (("", "text"), "give --text_column, which reads all records as plain texts"),
     "dataset_kwargs": (EMPTY, "examples are encoded in one way"),
     "model_init_kwargs": (EMPTY, "give them as arguments, such as --torch_dtype"),
     "chat_template_path": (EMPTY, "add the template to the tokenizer folder"),

@@ -223,8 +223,23 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
         yield Problem(
             "auto_parallel", "chooses layouts of pretraining; fine-tuning is data-parallel only, leave it out"
         )
+    yield from _data_problems(data)
     yield from _paddle_compat_problems(parsed, data)
     yield from _metric_problems(training, data)
+
+
+def _data_problems(data: SftArguments) -> Iterator[Problem]:
+    if (data.prompt_column is None) != (data.response_column is None):
+        given, other = ("prompt_column", "response_column")[:: -1 if data.prompt_column is None else 1]
+        text = f"is given without {named(other)}; for texts without prompts give {named('text_column')} instead"
+        yield Problem(given, text)
+    elif data.text_column is not None and data.prompt_column is not None:
+        yield Problem("text_column", f"names plain texts, {named('prompt_column')} prompts; give one of them")
+    if data.text_column is not None and data.paddle_compat:
+        yield Problem("text_column", f"does not work with {named('paddle_compat')}, which encodes prompts")
+    if data.val_size and data.eval_dataset_name_or_path:
+        text = f"takes examples for evaluation from the training data; leave {named('eval_dataset_name_or_path')} out"
+        yield Problem("val_size", text)
 
 
 def _paddle_compat_problems(parsed: Parsed, data: SftArguments) -> Iterator[Problem]:

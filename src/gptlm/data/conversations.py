@@ -31,6 +31,7 @@ class Turn:
         cue: the end of the prompt, such as "### Response:"; it is never truncated.
         texts: parts of `prompt` that can be truncated; None: all of it.
         in_loss: the response is a target of the loss; otherwise it is context.
+        is_text: the response is a plain text without a prompt; only the longest row limits it.
     """
 
     prompt: str
@@ -38,6 +39,7 @@ class Turn:
     cue: str = ""
     texts: tuple[Content, ...] | None = None
     in_loss: bool = True
+    is_text: bool = False
 
 
 @dataclass(frozen=True)

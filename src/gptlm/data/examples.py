@@ -32,15 +32,20 @@ from gptlm.data.text_files import (
     parse_line,
     size_of,
 )
-from gptlm.errors import GptlmError, reason_of
+from gptlm.errors import GptlmError, named, reason_of
 from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "eval", "test")}
 SUFFIXES = (".json", ".jsonl", ".parquet")
-KNOWN = "src/tgt, source/target, instruction/output, prompt/response, messages, conversations, question/context/answers"
-PAIRS = (("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion"))
+KNOWN = (
+    "src/tgt, source/target, instruction/output, prompt/response, prompt/completion, question/answer, messages, "
+    "conversations, question/context/answers, text"
+)
+PAIRS = (
+    ("src", "tgt"), ("source", "target"), ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
+)  # fmt: skip
 ASSISTANTS = tuple(name for name, role in ROLES.items() if role == "assistant")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -51,6 +56,15 @@ class Renderer(Protocol):
     uses_tools: bool
 
     def __call__(self, conversation: Conversation) -> Example: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns that hold prompts and responses, or plain texts; all None: records have a known form."""
+
+    prompt: str | None = None
+    response: str | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +106,10 @@ def files_in(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(file for file in found if format_of(file) not in (None, ".txt")))
 
 
-def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, questions: bool = False) -> Examples:
-    """Examples from records of any known form.
+def read_examples(
+    records: Iterable[tuple[str, Any]], render: Renderer, *, questions: bool = False, columns: Columns = Columns()
+) -> Examples:
+    """Examples from records of any known form, or of the form that `columns` describes.
 
     Args:
         records: (place, record), the place for messages.
@@ -107,7 +123,8 @@ def read_examples(records: Iterable[tuple[str, Any]], render: Renderer, *, quest
     for place, record in records:
         if not isinstance(record, dict):
             raise GptlmError(f"{place}: expected an object, found {type(record).__name__}")
-        form = _parse(record, place, render, questions)
+        named_form = _named_columns(record, place, render, columns)
+        form = _parse(record, place, render, questions) if named_form is None else named_form
         found.forms[form.name] += 1
         found.ignored.update(key for key, value in record.items() if key not in form.used and value is not None)
         found.ignored.update(f"messages.{key}" for key in form.ignored)
@@ -148,7 +165,36 @@ def _parse(record: dict[str, Any], place: str, render: Renderer, questions: bool
     for prompt, response in PAIRS:
         if prompt in keys and response in keys:
             return _pairs(record, prompt, response, place, render)
-    raise GptlmError(f"{place}: the keys {', '.join(map(str, record))} are not a known form; expected {KNOWN}")
+    if {"chosen", "rejected"} <= keys:
+        raise GptlmError(
+            f"{place}: chosen and rejected responses are preference data (DPO), which gptlm does not train on; to "
+            f"fine-tune on the chosen ones give {named('prompt_column')} prompt {named('response_column')} chosen"
+        )
+    if isinstance(record.get("text"), str):
+        return _plain_text(record, "text", place)
+    raise GptlmError(
+        f"{place}: the keys {', '.join(map(str, record))} are not a known form; expected {KNOWN}; name other columns "
+        f"with {named('prompt_column')} and {named('response_column')}, or with {named('text_column')}"
+    )
+
+
+def _named_columns(record: dict[str, Any], place: str, render: Renderer, columns: Columns) -> _Parsed | None:
+    """The record by the columns that the command names; None if it names none."""
+    asked = {"prompt_column": columns.prompt, "response_column": columns.response, "text_column": columns.text}
+    for flag, column in asked.items():
+        if column is not None and column not in record:
+            found = ", ".join(map(str, record))
+            raise GptlmError(f"{place}: {named(flag)} {column}: there is no such column; there are {found}")
+    if columns.text is not None:
+        return _plain_text(record, columns.text, place)
+    if columns.prompt is not None and columns.response is not None:
+        return _pairs(record, columns.prompt, columns.response, place, render)
+    return None
+
+
+def _plain_text(record: dict[str, Any], column: str, place: str) -> _Parsed:
+    text = _text(record[column], place)
+    return _Parsed(f"{column}, plain text", (column,), [[Turn("", text, in_loss=bool(text.strip()), is_text=True)]])
 
 
 def _conversation(record: dict[str, Any], place: str, render: Renderer) -> _Parsed:

@@ -17,7 +17,7 @@ from gptlm.data.bare_tokenizer import BareTokenizer
 from gptlm.data.conversations import Chat, PlainHeadings, first_text, written_texts
 from gptlm.data.documents import Batch
 from gptlm.data.encoder import special_tokens
-from gptlm.data.examples import Renderer, read_examples, records_of
+from gptlm.data.examples import Columns, Renderer, read_examples, records_of
 from gptlm.data.rows import Encoder, Lengths, PaddleEncoder, text_encoder
 from gptlm.data.stored_rows import SCHEMA, to_arrow
 from gptlm.data.workers import Workers
@@ -38,7 +38,7 @@ class RowSettings:
     Attributes:
         tokenizer: in worker processes a `BareTokenizer` where there is no chat template.
         vocab_size: ids that the model has a row for.
-        questions: see `read_examples`.
+        questions, columns: see `read_examples`.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -49,6 +49,7 @@ class RowSettings:
     allow_special_tokens: bool = False
     paddle_compat: bool = False
     questions: bool = False
+    columns: Columns = Columns()
 
     def key(self) -> dict[str, Any]:
         """What rows depend on besides the records, for the name of a cache entry."""
@@ -60,10 +61,12 @@ class RowSettings:
             template,
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
         ]
-        settings = {name: value for name, value in vars(self).items() if name not in ("tokenizer", "lengths")}
+        others = ("tokenizer", "lengths", "columns")
+        settings = {name: value for name, value in vars(self).items() if name not in others}
         return settings | {
             "format": FORMAT,
             "lengths": asdict(self.lengths),
+            "columns": asdict(self.columns),
             "tokenizer": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
             "tokenizers": version("tokenizers"),
             "transformers": version("transformers"),
@@ -133,7 +136,8 @@ class RowBuilder:
         return RowBuilder, (replace(self.settings, tokenizer=bare),)
 
     def __call__(self, batch: Batch) -> Built:
-        found = read_examples(records_of(batch), self.render, questions=self.settings.questions)
+        settings = self.settings
+        found = read_examples(records_of(batch), self.render, questions=settings.questions, columns=settings.columns)
         facts = Facts(found.forms, found.ignored, found.skipped)
         chats = [example for example in found.examples if isinstance(example, Chat)]
         facts.ends.update(-1 if chat.end_id is None else chat.end_id for chat in chats)

@@ -5,7 +5,7 @@ padding id is.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from gptlm.data.conversations import Chat, Content, Example, Span, Turn
 from gptlm.data.encoder import special_tokens
+from gptlm.errors import GptlmError, named
 
 if TYPE_CHECKING:  # worker processes import this module, and transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +111,7 @@ class _Part:
         truncatable: places in `prompt` that can be removed, in the order of removal.
         context: places in `prompt` that are never targets.
         end: ids after the response that end it.
+        is_text: the response is a plain text, see `Turn`.
     """
 
     prompt: list[int] = field(default_factory=list)
@@ -119,6 +121,7 @@ class _Part:
     end: list[int] = field(default_factory=list)
     text: str = ""
     in_loss: bool = True
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class Encoder:
         truncatable = [] if fits else _truncatable(prompt.spans, texts, self.side)
         ids = response.ids[:-1] if response.ids[-1:] == [self.eos_id] else response.ids
         # the first token of a response needs one before it that predicts it
-        return _Part(prompt.ids or [self.eos_id], truncatable, [], ids, [self.eos_id], turn.response, turn.in_loss)
+        before, end = prompt.ids or [self.eos_id], [self.eos_id]
+        return _Part(before, truncatable, [], ids, end, turn.response, turn.in_loss, turn.is_text)
 
     def _chat_parts(self, chat: Chat, encoded: Encoded) -> tuple[list[_Part], list[int]]:
         """A part for each response, and the ids after the last one."""
@@ -198,7 +202,7 @@ class Encoder:
                 break
             ids += pending
             mask += [False] * len(pending)
-            responses.append((len(ids) + len(kept), part.text))
+            responses.append((0 if part.is_text else len(ids) + len(kept), part.text))
             truncated_prompts += len(kept) < len(part.prompt)
             is_whole = len(response) == len(part.response) + len(part.end)
             truncated_responses += not is_whole
@@ -221,7 +225,7 @@ class Encoder:
         """Places of the prompt that are kept, and the response; a truncated response has no end."""
         fixed = max(len(part.prompt) - len(part.truncatable), 1)
         whole = [*part.response, *part.end]
-        limit = min(self.lengths.target, self.lengths.total - fixed)
+        limit = self.lengths.total - fixed if part.is_text else min(self.lengths.target, self.lengths.total - fixed)
         response = whole if len(whole) <= limit else part.response[: max(limit, 0)]
         budget = self.lengths.prompt_budget(len(response))
         if len(part.prompt) > budget < fixed:
@@ -248,7 +252,7 @@ def _with_context(parts: Sequence[_Part], side: str) -> tuple[list[_Part], _Part
         truncatable = before.truncatable + moved if side == "left" else moved + before.truncatable
         context = before.context + [start + place for place in part.context]
         if part.in_loss:
-            found.append(_Part(prompt, truncatable, context, part.response, part.end, part.text))
+            found.append(replace(part, prompt=prompt, truncatable=truncatable, context=context))
             before = _Part()
             continue
         response = list(range(len(prompt), len(prompt) + len(part.response)))
@@ -309,6 +313,8 @@ class PaddleEncoder:
     def _turns(self, example: Example) -> list[Turn]:
         """The turns that are targets; the text between them belongs to their prompts."""
         if not isinstance(example, Chat):
+            if any(turn.is_text for turn in example):
+                raise GptlmError(f"{named('paddle_compat')} encodes prompts and responses; these are plain texts")
             return [turn for turn in example if turn.in_loss]
         turns, done = [], 0
         for one in example.responses:

@@ -128,13 +128,13 @@ class StoredRows(Sequence[Row]):
         batch = int(np.searchsorted(self._starts, number, side="right")) - 1
         return batch, number - int(self._starts[batch])
 
-    def special_tokens(self, examples: range) -> list[str]:
+    def special_tokens(self, examples: np.ndarray) -> list[str]:
         """The special token in the texts of each of `examples` that has one."""
         found: list[str] = []
         for start, batch in zip(self._starts.tolist(), self.batches, strict=False):
-            a, b = max(examples.start - start, 0), min(examples.stop - start, batch.num_rows)
-            if a < b and batch.column("special").null_count < batch.num_rows:  # nearly always all are null
-                found += batch.column("special").slice(a, b - a).drop_null().to_pylist()
+            if batch.column("special").null_count < batch.num_rows:  # nearly always all are null
+                places = examples[(examples >= start) & (examples < start + batch.num_rows)] - start
+                found += batch.column("special").take(pa.array(places)).drop_null().to_pylist()
         return found
 
 

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
-from gptlm.config.field import arg
+from gptlm.config.field import LARGEST, arg
 
 LESS_IS_BETTER = ("loss", "ppl")
 MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
 GENERATED = ("bleu4", "rouge1", "rouge2", "rougel")
 METRIC_LEVELS = ("word", "char")
+
+
+def bad_share(value: float) -> str | None:
+    """What is wrong with a number of examples that may also be a fraction of them."""
+    if 0 <= value < 1 or (float(value).is_integer() and 0 < value <= LARGEST):
+        return None
+    return f"{value:g}: expected a fraction below 1, or a whole number of examples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,17 @@ class SftArguments:
     )
     eval_dataset_name_or_path: str | None = arg(
         None, "evaluation data; unset: the dev split, else a part of the train split"
+    )
+    prompt_column: str | None = arg(None, "column with the prompts (texts or messages); goes with response_column")
+    response_column: str | None = arg(None, "column with the responses (texts or messages); goes with prompt_column")
+    text_column: str | None = arg(None, "column with plain texts, all of which are targets; there are no prompts")
+    max_train_samples: int | None = arg(None, "train on so many of the first examples; unset: all", ge=1)
+    max_eval_samples: int | None = arg(None, "evaluate so many of the first examples; unset: all", ge=1)
+    val_size: float | None = arg(
+        None,
+        "hold out training examples for evaluation, chosen at random, the same for every seed; below 1: a fraction of "
+        "them",
+        check=bad_share,
     )
     preprocessing_num_workers: int | None = arg(None, "encoder processes; unset: one per core", ge=1)
     data_cache: str | None = arg(

@@ -1,8 +1,9 @@
 """The data of a fine-tuning run: examples, their rows, and what evaluations read and continue."""
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -16,20 +17,22 @@ from gptlm.config.run import SftRun
 from gptlm.data.collate import NO_TARGETS, PackCollator, RowCollator
 from gptlm.data.encoder import log_found_tokens
 from gptlm.data.epochs import Filled
+from gptlm.data.examples import Columns
 from gptlm.data.packing import fill, pack
 from gptlm.data.row_building import RowSettings
 from gptlm.data.rows import Lengths, Row, Text, text_encoder
 from gptlm.data.stored_rows import NO_END, NO_ROWS, Samples, StoredRows
-from gptlm.errors import GptlmError, doing
+from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
 from gptlm.recipes.sft.rows import read_rows
-from gptlm.recipes.sft.sources import Sources
+from gptlm.recipes.sft.sources import Source, Sources
 from gptlm.training.metrics.responses import Continuation
 
 logger = logging.getLogger(__name__)
 
 EVALUATION_SHARE = 20  # one in so many examples is held out where there are none for evaluation
 MAX_HELD_OUT = 1000
+SPLIT_SEED = 42  # of --val_size: runs that differ in --seed are compared on the same examples
 GPU_MULTIPLE = 64  # kernels compute in tiles of this size, and few shapes are compiled
 
 
@@ -50,13 +53,13 @@ class Part:
         name: "train" or "dev".
         rows: of all examples of the source.
         source: where they were read from.
-        examples: which of them are in this part, counted from 0 over records with a response.
+        examples: (n,) which of them are in this part, counted from 0 over records with a response, ascending.
     """
 
     name: str
     rows: StoredRows
     source: str = ""
-    examples: range = range(0)
+    examples: np.ndarray = field(default_factory=lambda: np.arange(0))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,11 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
         GptlmError: if files cannot be read, or no example has a target.
     """
     train, dev = _parts(run, sources, tokenizer)
+    train, dev = _limited(train, run.data.max_train_samples), _limited(dev, run.data.max_eval_samples)
+    if not run.training.do_train:
+        train = Part("train", NO_ROWS)
+    if not run.training.do_eval:
+        dev = Part("dev", NO_ROWS)
     train_rows, dev_rows = (_with_targets(part) for part in (train, dev))
     for part, rows in ((train, train_rows), (dev, dev_rows)):
         if len(rows):
@@ -208,7 +216,12 @@ def _parts(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) ->
     """Examples for training and for evaluation, only those that the run needs."""
     training = run.training
     settings = _row_settings(run, tokenizer)
-    dev = _for_evaluation(run, sources, settings) if training.do_eval else Part("dev", NO_ROWS)
+    dev = Part("dev", NO_ROWS)
+    if run.data.val_size:
+        if "dev" in sources:
+            logger.info("%s is not read: --val_size takes examples of %s", sources["dev"], sources["train"])
+    elif training.do_eval:
+        dev = _for_evaluation(run, sources, settings)
     if not training.do_train and (len(dev.examples) or not training.do_eval):
         return Part("train", NO_ROWS), dev
     source = sources["train"]
@@ -217,17 +230,42 @@ def _parts(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) ->
     if not count:
         use = "train" if training.do_train else "evaluate"
         raise GptlmError(f"there are no examples to {use} on in {source}")
+    if run.data.val_size:
+        numbers = _random_split(run.data.val_size, count, source)
+        return Part("train", rows, str(source), numbers[0]), Part("dev", rows, str(source), numbers[1])
     if not training.do_train:
         logger.info("no file for evaluation: all %d examples of %s are evaluated", count, source)
-        return Part("train", NO_ROWS), Part("dev", rows, str(source), range(count))
+        return Part("train", NO_ROWS), Part("dev", rows, str(source), np.arange(count))
     if not training.do_eval or len(dev.examples):
-        return Part("train", rows, str(source), range(count)), dev
+        return Part("train", rows, str(source), np.arange(count)), dev
     held = min(max(1, count // EVALUATION_SHARE), MAX_HELD_OUT)
     if count <= held:
         raise GptlmError(f"there are {count} examples in {source}; one for training and one for evaluation are needed")
     logger.info("there are no examples for evaluation: the last %d of %d are held out for it", held, count)
     kept = count - held
-    return Part("train", rows, str(source), range(kept)), Part("dev", rows, str(source), range(kept, count))
+    return Part("train", rows, str(source), np.arange(kept)), Part("dev", rows, str(source), np.arange(kept, count))
+
+
+def _random_split(size: float, count: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of `count` examples that are for training and for evaluation, the same ones for every --seed.
+
+    Raises:
+        GptlmError: if none is left for training.
+    """
+    held = math.ceil(size * count) if size < 1 else int(size)
+    if held >= count:
+        raise GptlmError(f"{named('val_size')} {size:g}: there are {count} examples in {source}, none is left to train")
+    order = np.random.RandomState(SPLIT_SEED).permutation(count)
+    logger.info("%d of %d examples of %s are held out for evaluation, chosen at random", held, count, source)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def _limited(part: Part, limit: int | None) -> Part:
+    """`part` with its first `limit` examples."""
+    if limit is None or len(part.examples) <= limit:
+        return part
+    logger.info("the first %d of %d %s examples of %s are used", limit, len(part.examples), part.name, part.source)
+    return replace(part, examples=part.examples[:limit])
 
 
 def _for_evaluation(run: SftRun, sources: Sources, settings: RowSettings) -> Part:
@@ -246,7 +284,7 @@ def _for_evaluation(run: SftRun, sources: Sources, settings: RowSettings) -> Par
         raise GptlmError(f"there are no examples to evaluate on in {source}{more}")
     if not len(rows):
         logger.warning("%s has no example with a response: training examples are held out instead", source)
-    return Part("dev", rows, str(source), range(len(rows)))
+    return Part("dev", rows, str(source), np.arange(len(rows)))
 
 
 def _row_settings(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowSettings:
@@ -261,6 +299,7 @@ def _row_settings(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowSetting
         paddle_compat=data.paddle_compat,
         # a task that the command names: records with source, target and title are its own form
         questions=run.sources["task_name"].origin is not Origin.DEFAULT,
+        columns=Columns(data.prompt_column, data.response_column, data.text_column),
     )
 
 
@@ -270,7 +309,7 @@ def _with_targets(part: Part) -> np.ndarray:
     Raises:
         GptlmError: if there are examples, and none has a target.
     """
-    rows, name, examples = part.rows, part.name, np.asarray(part.examples, dtype=np.int64)
+    rows, name, examples = part.rows, part.name, part.examples
     log_found_tokens(f"{name} examples of {part.source}", rows.special_tokens(part.examples))
     kept = examples[rows.targets[examples] > 0]
     if len(kept) < len(examples):
