@@ -209,6 +209,7 @@ SFT_RENAMED = {
     "predict_with_generate": "eval_with_do_generation",
     **dict.fromkeys(("eval_split_ratio", "test_size"), "val_size"),
     "text_column_name": "text_column",
+    "chat_template_path": "chat_template",
 }
 SFT_IGNORED = TRAINING_IGNORED | {
     "packing_strategy": "there is one packing strategy",
@@ -229,8 +230,6 @@ SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "dataset_text_field": (("", "text"), "give --text_column, which reads all records as plain texts"),
     "dataset_kwargs": (EMPTY, "examples are encoded in one way"),
     "model_init_kwargs": (EMPTY, "give them as arguments, such as --torch_dtype"),
-    "chat_template_path": (EMPTY, "add the template to the tokenizer folder"),
-    "eos_token": (EMPTY, "the tokenizer's own is used"),
     "pad_token": (EMPTY, "padding is masked, so its token has no effect"),
     "eval_packing": (EMPTY, "evaluations are not packed"),
     "activation_offloading": (OFF, "activation offloading is not implemented; use --recompute"),

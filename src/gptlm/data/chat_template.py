@@ -33,14 +33,15 @@ class ChatTemplate:
 
     Attributes:
         uses_tools: the template renders the functions that the assistant can call.
+        renders_texts: prompts and responses that are plain texts are rendered, too.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renders_texts: bool = False):
         try:
             self.template = str(tokenizer.get_chat_template())
         except ValueError as error:  # several templates and no default
             raise GptlmError(f"the tokenizer in {tokenizer.name_or_path}: {error}") from error
-        self.tokenizer = tokenizer
+        self.tokenizer, self.renders_texts = tokenizer, renders_texts
         self.marks_responses = bool(GENERATION.search(self.template))
         self.uses_tools = bool(re.search(r"\btools\b", self.template))
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
@@ -58,6 +59,29 @@ class ChatTemplate:
         find = self._marked_responses if self.marks_responses else self._added_responses
         responses, end_id = find(conversation, text, contents or {})
         return Chat(text, None if contents is None else tuple(contents.values()), tuple(responses), end_id)
+
+    def prompt(self, conversation: Conversation) -> tuple[str, tuple[Content, ...]]:
+        """The text that an answer follows, and where the messages are in it; empty where they are not found.
+
+        As in transformers' text generation, a last message of the assistant is continued.
+
+        Raises:
+            GptlmError: as a call, or if the template changes the message that is to be continued.
+        """
+        continued = conversation.messages[-1]["role"] == "assistant"
+        text = self._render(conversation, conversation.messages, generation_prompt=not continued)
+        found = self._find_contents(conversation, text, generation_prompt=not continued) or {}
+        if continued:
+            last = found.get(len(conversation.messages) - 1)
+            if last is None:
+                raise GptlmError(
+                    f"{conversation.place}: the tokenizer's chat template changes the last message, so the answer that "
+                    "it begins cannot be continued; let the user's message be the last one"
+                )
+            content = str(conversation.messages[-1]["content"])
+            space = content[len(content.rstrip()) :]
+            text = text[: last.stop + (len(space) if text.startswith(space, last.stop) else 0)]
+        return text, tuple(found.values())
 
     def _marked_responses(
         self, conversation: Conversation, text: str, contents: Contents
@@ -139,7 +163,7 @@ class ChatTemplate:
                 return place + length
         return 0
 
-    def _find_contents(self, conversation: Conversation, text: str) -> Contents | None:
+    def _find_contents(self, conversation: Conversation, text: str, generation_prompt: bool = False) -> Contents | None:
         """Where each message's text is in `text`; None where the texts are not found.
 
         A second rendering has private-use characters around the texts. White space around a text stays outside of
@@ -155,7 +179,8 @@ class ChatTemplate:
             core = content.strip()
             wrapped = content.replace(core, f"{chr(OPEN + number)}{core}{chr(CLOSE + number)}", 1) if core else content
             marked.append(message | {"content": wrapped})
-        return _contents_between_marks(self._render(conversation, marked), text, conversation.messages)
+        rendered = self._render(conversation, marked, generation_prompt)
+        return _contents_between_marks(rendered, text, conversation.messages)
 
     def _find_end(
         self, conversation: Conversation, contents: Contents, number: int, text: str, start: int, stop: int

@@ -188,7 +188,7 @@ def _parse_tools(tools: Any, place: str) -> list[dict[str, Any]] | None:
 class PlainHeadings:
     """Turns of a conversation under headings such as "### User:", for tokenizers without a chat template."""
 
-    uses_tools = False
+    uses_tools = renders_texts = False
 
     def __call__(self, conversation: Conversation) -> Example:
         """Raises GptlmError if a message calls a tool or holds its result."""

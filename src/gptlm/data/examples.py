@@ -22,6 +22,7 @@ from gptlm.data.conversations import (
     parse_conversation,
 )
 from gptlm.data.documents import BATCH_ROWS, Batch, decode_document, read_batches, split_lines
+from gptlm.data.templates import RESPONSE_CUE, conversation_of
 from gptlm.data.text_files import (
     BOM,
     COMPRESSED,
@@ -54,6 +55,7 @@ class Renderer(Protocol):
     """Makes an example of a conversation."""
 
     uses_tools: bool
+    renders_texts: bool  # prompts and responses that are plain texts, too
 
     def __call__(self, conversation: Conversation) -> Example: ...
 
@@ -129,6 +131,8 @@ def read_examples(
         found.ignored.update(key for key, value in record.items() if key not in form.used and value is not None)
         found.ignored.update(f"messages.{key}" for key in form.ignored)
         for example in form.examples:
+            if render.renders_texts and isinstance(example, list) and any(turn.prompt for turn in example):
+                example = render(conversation_of(example, place))
             if has_targets(example):
                 found.examples.append(example)
             else:
@@ -231,7 +235,7 @@ def _alpaca(record: dict[str, Any], place: str) -> list[Turn]:
             prompt += ("\n\n" if prompt else "") + heading
             texts.append(Content(len(prompt), len(prompt) + len(text), role))
             prompt += text
-        found.append(Turn(prompt, output, "\n\n### Response:\n", tuple(texts), bool(output.strip())))
+        found.append(Turn(prompt, output, RESPONSE_CUE, tuple(texts), bool(output.strip())))
     return found
 
 

@@ -39,6 +39,7 @@ class RowSettings:
         tokenizer: in worker processes a `BareTokenizer` where there is no chat template.
         vocab_size: ids that the model has a row for.
         questions, columns: see `read_examples`.
+        renders_texts: prompts and responses are rendered in the chat template, not only messages.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -50,6 +51,7 @@ class RowSettings:
     paddle_compat: bool = False
     questions: bool = False
     columns: Columns = Columns()
+    renders_texts: bool = False
 
     def key(self) -> dict[str, Any]:
         """What rows depend on besides the records, for the name of a cache entry."""
@@ -125,7 +127,7 @@ class RowBuilder:
     def __init__(self, settings: RowSettings):
         self.settings = settings
         tokenizer = settings.tokenizer
-        self.render = _renderer(tokenizer)
+        self.render = _renderer(tokenizer, settings.renders_texts)
         self.encoder = _encoder(settings)
         looks = not settings.allow_special_tokens and not settings.paddle_compat
         self.pattern = special_tokens(tokenizer) if looks else None
@@ -153,12 +155,12 @@ class RowBuilder:
         return Built(to_arrow(rows, special), facts, batch.read)
 
 
-def _renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
+def _renderer(tokenizer: "PreTrainedTokenizerBase", renders_texts: bool) -> Renderer:
     if not tokenizer.chat_template:
         return PlainHeadings()
     from gptlm.data.chat_template import ChatTemplate  # imports transformers
 
-    return ChatTemplate(tokenizer)
+    return ChatTemplate(tokenizer, renders_texts)
 
 
 def _encoder(settings: RowSettings) -> Encoder | PaddleEncoder:

@@ -10,6 +10,7 @@
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class StoredRows(Sequence[Row]):
         targets: (n,) ids of each that are targets.
         skipped_turns, truncated_prompts, truncated_responses: (n,) as in `Row`.
         end_ids: (n,) as in `Row`, `NO_END` where there is none.
+        forms: form of the records -> how many; whoever reads them fills it in.
 
     Raises:
         OSError, pyarrow.ArrowException: if the file cannot be read.
@@ -80,6 +82,7 @@ class StoredRows(Sequence[Row]):
 
     def __init__(self, path: str | Path | None):
         self.path = path and str(path)
+        self.forms: Counter[str] = Counter()
         stream = pa.ipc.open_stream(pa.memory_map(self.path)) if self.path else []
         self.batches: list[pa.RecordBatch] = list(stream)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])

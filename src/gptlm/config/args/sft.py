@@ -72,6 +72,14 @@ class SftArguments:
     lr_decay_ratio: float = arg(
         0.1, "final learning rate of the linear schedule as a fraction of learning_rate", ge=0, le=1
     )
+    chat_template: str | None = arg(
+        None,
+        "chatml, plain (headings), or a Jinja file; chatml and a file also render prompts and responses. unset: the "
+        "tokenizer's template for messages, else plain",
+    )
+    eos_token: str | None = arg(
+        None, "token of the vocabulary that ends a text; unset: the tokenizer's. Chat templates end turns themselves"
+    )
     eval_with_do_generation: bool = arg(True, "evaluations also generate responses and compute BLEU and ROUGE")
     generate_num: int = arg(100, "evaluation prompts to generate for; 0: none, -1: all", ge=-1)
     metric_level: str = arg("word", "unit of BLEU and ROUGE", choices=METRIC_LEVELS)

@@ -22,6 +22,7 @@ from gptlm.data.packing import fill, pack
 from gptlm.data.row_building import RowSettings
 from gptlm.data.rows import Lengths, Row, Text, text_encoder
 from gptlm.data.stored_rows import NO_END, NO_ROWS, Samples, StoredRows
+from gptlm.data.templates import form_of
 from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.generation import before, check_rows, continue_rows, text_of
 from gptlm.recipes.sft.rows import read_rows
@@ -81,6 +82,11 @@ class SftData:
         found = {int(end) for part in (self.train, self.dev) for end in np.unique(part.used(part.rows.end_ids))}
         ids = sorted(found - {NO_END})
         return ids[0] if len(ids) == 1 else ids or None
+
+    @property
+    def form(self) -> str:
+        """The form of most records, for `plain_template`."""
+        return form_of(self.train.rows.forms or self.dev.rows.forms)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -297,6 +303,7 @@ def _row_settings(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowSetting
         truncation_side=data.truncation_side,
         allow_special_tokens=data.allow_special_tokens,
         paddle_compat=data.paddle_compat,
+        renders_texts=data.chat_template is not None and tokenizer.chat_template is not None,
         # a task that the command names: records with source, target and title are its own form
         questions=run.sources["task_name"].origin is not Origin.DEFAULT,
         columns=Columns(data.prompt_column, data.response_column, data.text_column),

@@ -13,6 +13,7 @@ from gptlm.config.run import SftRun
 from gptlm.data.folder_cache import FolderCache
 from gptlm.data.row_building import BYTES_PER_WORKER, Facts, RowSettings, build_rows
 from gptlm.data.stored_rows import StoredRows
+from gptlm.data.templates import form_of
 from gptlm.ranks import local_rank
 from gptlm.recipes.common.byte_bar import ByteBar
 from gptlm.recipes.sft.sources import Source
@@ -42,7 +43,9 @@ def read_rows(run: SftRun, source: Source, settings: RowSettings) -> StoredRows:
     rows, found = cache.load_or_build(what, build, first=local_rank() == 0)
     kept = Path(rows.path or "").parent
     logger.info("%s: encoded examples are %s %s", source, "kept in" if built else "loaded from", kept)
-    _log_facts(Facts.from_json(found), source, settings.tokenizer)
+    facts = Facts.from_json(found)
+    _log_facts(facts, source, settings)
+    rows.forms = facts.forms
     return rows
 
 
@@ -73,12 +76,18 @@ def _encode(run: SftRun, source: Source, settings: RowSettings, path: Path) -> F
     return facts
 
 
-def _log_facts(facts: Facts, source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+def _log_facts(facts: Facts, source: Source, settings: RowSettings) -> None:
     """What forms the records have, and what of them is not used."""
+    tokenizer = settings.tokenizer
     for form, count in facts.forms.items():
-        is_chat = tokenizer.chat_template and ("messages" in form or form == "conversations")
+        is_chat = tokenizer.chat_template and (settings.renders_texts or form_of({form: 1}) == "messages")
         how = " in the tokenizer's chat template" if is_chat else ""
         logger.info("%s: %d record%s read as %s%s", source, count, "" if count == 1 else "s", form, how)
+        if tokenizer.chat_template and not is_chat:
+            logger.warning(
+                "%s: %s is not rendered in the tokenizer's chat template, in which others will ask the model; "
+                "--chat_template FILE renders all records in it", source, form,
+            )  # fmt: skip
     if facts.ignored:
         keys = ", ".join(f"{key} ({count})" for key, count in sorted(facts.ignored.items()))
         logger.warning("%s: ignored keys: %s", source, keys)

@@ -12,6 +12,7 @@ from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import SftRun, with_epochs_counted
 from gptlm.data.collate import NO_TARGETS
 from gptlm.data.epochs import BEGIN, Epochs, Position, steps_in, steps_left
+from gptlm.data.templates import plain_template
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
@@ -66,6 +67,8 @@ def sft(run: SftRun) -> dict[str, float]:
             check_shape(run, resume)
         fit_to_model(tokenizer, run.shape.max_position_embeddings)
         data = load_data(run, sources, tokenizer)
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = plain_template(data.form, paddle=run.data.paddle_compat)
         position, position_text = _position(run, data, resume)
         steps = (len(data.train), run.batch.total)
         done = resume.manifest.global_step if resume else 0

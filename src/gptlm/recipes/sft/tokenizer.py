@@ -6,9 +6,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import SftRun
+from gptlm.data.templates import is_plain
 from gptlm.errors import GptlmError
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import has_tokenizer
+from gptlm.model.templates import use_eos, use_template, warn_of_text_tokens
 from gptlm.model.tokenizer import add_tokens, fingerprint, load_tokenizer
 from gptlm.recipes.common.model import tokenizer_folder
 
@@ -26,8 +28,8 @@ def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]
     adapters = run.lora.lora_path if run.lora.lora_path and has_tokenizer(Path(run.lora.lora_path)) else None
     name = run.model.tokenizer_name_or_path or adapters or run.model.model_name_or_path or ""
     tokenizer = load_tokenizer(tokenizer_folder(name))
-    if tokenizer.eos_token_id is None:
-        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which a response ends; add one to it")
+    if tokenizer.eos_token_id is None and not run.data.eos_token:
+        raise GptlmError(f"the tokenizer of {name} has no eos_token, with which a response ends; give --eos_token")
     _warn_of_other_ids(run, name, tokenizer)
     before, rows = len(tokenizer), run.shape.vocab_size
     if before > rows and name != adapters:
@@ -35,8 +37,13 @@ def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]
             "the tokenizer of %s has %d entries, the model's embedding %d rows: %d new rows start from random values; "
             "is it the model's own tokenizer?", name, before, rows, before - rows,
         )  # fmt: skip
-    if run.data.additional_special_tokens:
-        add_tokens(tokenizer, run.data.additional_special_tokens)
+    if run.data.chat_template is None and is_plain(tokenizer.chat_template):
+        tokenizer.chat_template = None  # saved by fine-tuning without one, which encodes the same again
+    of_template = use_template(tokenizer, run.data.chat_template)
+    if tokens := [*of_template, *run.data.additional_special_tokens]:
+        add_tokens(tokenizer, tokens)
+    use_eos(tokenizer, run.data.eos_token)
+    warn_of_text_tokens(tokenizer)
     return tokenizer, list(range(min(before, rows), len(tokenizer)))
 
 
