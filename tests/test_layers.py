@@ -41,6 +41,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "commands": 6,
     "recipes": 7,
     "entry_points": 8,
+    "api": 9,
     "cli": 9,
     "__main__": 10,
     "launch": 10,

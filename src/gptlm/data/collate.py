@@ -185,6 +185,11 @@ def collate_samples(samples: Sequence[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.from_numpy(input_ids), "labels": tensor, "shift_labels": tensor}
 
 
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """The target of each position, (B, T), from `labels` in HuggingFace's convention."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
 def mask_is_needless(batch: Mapping[str, Any]) -> bool:
     """Whether `attention_mask` hides only padding on the right that is no target, as causal attention does anyway.
 

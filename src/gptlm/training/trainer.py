@@ -40,7 +40,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from gptlm.checkpoint.checkpointer import Checkpointer
 from gptlm.checkpoint.manifest import Manifest
-from gptlm.data.collate import FilledCollator, collate_samples, mask_is_needless, tokens_of
+from gptlm.data.collate import FilledCollator, collate_samples, mask_is_needless, shifted, tokens_of
 from gptlm.data.epochs import Epochs, Filled, Size, steps_left
 from gptlm.errors import GptlmError
 from gptlm.parallel.process_groups import Mesh
@@ -49,6 +49,7 @@ from gptlm.training import loop
 from gptlm.training.callbacks import PlainProgress, ProgressBar
 from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
 from gptlm.training.lr_schedule import Schedule
+from gptlm.training.metrics.caller import CallerMetrics
 from gptlm.training.metrics.loss import LossMetrics, TrainLoss
 from gptlm.training.metrics.run_log import RunLog
 from gptlm.training.metrics.throughput import start_logging
@@ -56,6 +57,7 @@ from gptlm.training.pipeline_step import PipelineStep
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.weights import DeepSpeedWeights, Float32Weights, MasterWeights
 from gptlm.training.progress import EpochProgress, SequentialProgress, position_of
+from gptlm.training.sample_checks import any_dataset, check_batch, check_dataset
 from gptlm.training.sampler import ConsecutiveBatches
 from gptlm.training.step import EagerStep, Inputs, to_device
 from gptlm.training.stop import SignalStop
@@ -129,7 +131,7 @@ class GPTTrainer(Trainer):
             raise GptlmError("GPTTrainer needs a model; model_init is not supported")
         args = args or TrainingArguments("tmp_trainer")  # as the stock Trainer
         check_arguments(args)
-        collator = FilledCollator(data_collator or collate_samples, _any_dataset(**kwargs))
+        collator = FilledCollator(data_collator or collate_samples, any_dataset(**kwargs))
         super().__init__(model, args, collator, **kwargs)
         self.has_default_collator = data_collator is None
         use_one_gpu(self.args)
@@ -143,9 +145,10 @@ class GPTTrainer(Trainer):
         self.checkpointer.attach(self.model, self.args, self.processing_class)
         self.progress_argument = self.progress = progress
         self.metrics = metrics or LossMetrics()
-        self.has_own_metrics = self.compute_metrics is None  # else the user's, from logits
-        if self.has_own_metrics:
-            self.compute_metrics = self.metrics.means
+        if self.compute_metrics is not None or self.compute_loss_func is not None:
+            more = self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func
+            self.metrics, self.preprocess_logits_for_metrics = CallerMetrics(self.metrics, *more), None
+        self.compute_metrics = self.metrics.means
         if run_log is None and not logging.getLogger("gptlm").hasHandlers():  # else losses would not be printed
             start_logging(main_process=self.is_world_process_zero())
         self.run_log = run_log or RunLog()
@@ -192,10 +195,15 @@ class GPTTrainer(Trainer):
             is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
         return loss if is_scaled else loss / self.current_gradient_accumulation_steps
 
-    def inputs_on_device(self, inputs: Inputs) -> Inputs:
-        """A batch on the device. Its targets are there once: a loss function of the user takes `labels`."""
+    def inputs_on_device(self, inputs: Inputs, unused: tuple[str, ...] | None = None) -> Inputs:
+        """A batch on the device. Its targets are there once: a loss function of the user takes `labels`.
+
+        Args:
+            unused: keys that are left out; None: what a training step does not need.
+        """
         has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        unused = ("shift_labels",) if has_own_loss else ("labels",) if "shift_labels" in inputs else ()
+        if unused is None:
+            unused = ("shift_labels",) if has_own_loss else ("labels",) if "shift_labels" in inputs else ()
         is_stock = not has_own_loss and type(self).compute_loss is Trainer.compute_loss
         if is_stock and mask_is_needless(inputs):
             unused = (*unused, "attention_mask")
@@ -353,9 +361,9 @@ class GPTTrainer(Trainer):
         self, model: Any, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         self.stop.end_evaluation()
-        if not self.has_own_metrics or self.compute_loss_func is not None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self.inputs_on_device(inputs)
+        if "shift_labels" not in inputs:  # the collator is the caller's
+            inputs = {**inputs, "shift_labels": shifted(inputs["labels"])}
+        inputs = self.inputs_on_device(inputs, unused=() if isinstance(self.metrics, CallerMetrics) else ("labels",))
         if isinstance(self.runner, PipelineStep):
             return None, *self.runner.summed_loss(self.model, inputs)
         with self.compute_loss_context_manager():
@@ -371,7 +379,7 @@ class GPTTrainer(Trainer):
     ) -> EvalLoopOutput:
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         found = output.metrics or {}
-        more = self.metrics.after_loop(self, found, metric_key_prefix) if self.has_own_metrics else {}
+        more = self.metrics.after_loop(self, found, metric_key_prefix)
         samples = getattr(dataloader.dataset, "examples", output.num_samples)
         return output._replace(metrics=found | more, num_samples=samples)
 
@@ -413,33 +421,3 @@ def check_arguments(args: TrainingArguments) -> None:
             raise GptlmError(
                 f"TrainingArguments: {name}={value!r} is not supported by GPTTrainer; leave it at {accepted[0]!r}"
             )
-
-
-def check_dataset(dataset: Any, name: str) -> None:
-    """Raises GptlmError if there is no dataset, or none with a length and samples by index."""
-    if dataset is None:
-        raise GptlmError(f"GPTTrainer has no {name}; give one")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        kind = type(dataset).__name__
-        raise GptlmError(f"{name} is {kind}, without a length or samples by index; give a list or a map-style dataset")
-    if not len(dataset):
-        raise GptlmError(f"{name} has no samples")
-
-
-def check_batch(inputs: Inputs, config: Any) -> None:
-    """Raises GptlmError if a batch of `collate_samples` is too long for the model or has ids beyond its vocabulary."""
-    length, limit = inputs["input_ids"].shape[1], config.n_positions
-    if length > limit:
-        raise GptlmError(f"a sample has {length} input tokens, the model has {limit} positions; give shorter samples")
-    highest = max(int(inputs[key].max()) for key in ("input_ids", "shift_labels"))
-    if highest >= config.vocab_size:
-        raise GptlmError(
-            f"a sample has token id {highest}, the model's vocabulary has {config.vocab_size} entries; tokenize with "
-            "the model's own tokenizer"
-        )
-
-
-def _any_dataset(train_dataset: Any = None, eval_dataset: Any = None, **_: Any) -> Any:
-    """A dataset whose first sample can fill batches up."""
-    dataset = eval_dataset if train_dataset is None else train_dataset
-    return next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset

@@ -32,6 +32,7 @@ from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
 from gptlm.recipes.common.device import Device, choose_device, use_device
 from gptlm.recipes.common.heartbeat import Heartbeat
+from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.common.model import log_weights_source
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
 from gptlm.recipes.common.resume import (
@@ -128,6 +129,7 @@ def build_trainer(
     job: Job,
     model: Any,
     acceleration: Acceleration,
+    hooks: Hooks,
     *,
     order: dict[str, Any],
     data_settings: dict[str, Any],
@@ -137,6 +139,7 @@ def build_trainer(
     """The trainer with the parts that the flags ask for.
 
     Args:
+        hooks: of the caller.
         order: what fixes the sample order, noted in each checkpoint.
         data_settings: other settings of the data that change the updates to come, noted too.
         flops: arguments of `RunLog` about the operations of a sample.
@@ -151,7 +154,12 @@ def build_trainer(
     return GPTTrainer(
         model=model,
         args=job.arguments,
-        callbacks=[*tracker_callbacks(run, Path(training.output_dir or "")), *filter(None, [job.heartbeat])],
+        callbacks=[
+            *tracker_callbacks(run, Path(training.output_dir or "")),
+            *filter(None, [job.heartbeat]),
+            *hooks.callbacks,
+        ],
+        **hooks.of_trainer,
         mesh=job.mesh,
         save_on_signal=training.save_on_signal,
         weights=make_weights(run, job),

@@ -9,6 +9,7 @@ from gptlm.data.corpora import Corpus, open_corpora
 from gptlm.planner.args import sizes_of
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group, peak_flops
+from gptlm.recipes.common.hooks import NO_HOOKS, Hooks
 from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import find_tokenizer, make_model
 from gptlm.recipes.common.resume import lock_output
@@ -43,7 +44,7 @@ from gptlm.training.trainer import GPTTrainer
 logger = logging.getLogger(__name__)
 
 
-def pretrain(run: PretrainRun) -> dict[str, float]:
+def pretrain(run: PretrainRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     """Run it; returns the metrics that are also in `output_dir/all_results.json`.
 
     Raises:
@@ -55,10 +56,12 @@ def pretrain(run: PretrainRun) -> dict[str, float]:
         run = with_epochs_counted(run, steps_per_epoch(run, corpora))
         with lock_output(run), close_process_group(run.training.ddp_timeout):
             # a function of its own: the trainer has to be gone when the process group closes
-            return _run(run, device, resume, corpora)
+            return _run(run, device, resume, corpora, hooks)
 
 
-def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: list[Corpus]) -> dict[str, float]:
+def _run(
+    run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: list[Corpus], hooks: Hooks
+) -> dict[str, float]:
     training, data = run.training, run.data
     job = start_job(run, device, resume)
 
@@ -69,12 +72,13 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
     log_missing_ends(run, corpora, tokenizer)
     log_evaluations(run, corpora, datasets)
     log_run(run, run.batch.total * training.max_steps, data.max_seq_length)
+    hooks.log()
 
     model = make_model(run, tokenizer, job.deepspeed, job.mesh)
     model.transformer.expect_repeated_shapes()
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
         model = model.to(dtype=device.dtype)  # type: ignore[call-arg]
-    acceleration = accelerate(run, device, model, job.deepspeed)
+    acceleration = accelerate(run, device, model, job.deepspeed, uneven=hooks.graph_obstacle)
 
     train_dataset = loader_samples(run, job.mesh, datasets["train"])
     trainer = build_trainer(
@@ -82,6 +86,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
         job,
         model,
         acceleration,
+        hooks,
         order=order_manifest(run, datasets["train"]),
         data_settings={"document_masking": data.document_masking, "eod_mask_loss": data.eod_mask_loss},
         flops={"flops_per_sample": _flops(run), "utilisation": _utilisation(run, device)},
@@ -108,6 +113,7 @@ def _run(run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: l
         else:
             metrics |= evaluate(trainer, "test", test)
     finish(run, trainer, metrics)
+    hooks.end(trainer)
     if training.do_train and training.log_format == "megatron":
         _log_summary(run, device, resume, trainer)
     return metrics

@@ -21,6 +21,7 @@ from gptlm.model.tokenizer import fit_to_model
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
+from gptlm.recipes.common.hooks import NO_HOOKS, Hooks
 from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import make_model, weights_folder
 from gptlm.recipes.common.output_folder import MERGED
@@ -45,7 +46,7 @@ from gptlm.training.progress import EpochProgress
 logger = logging.getLogger(__name__)
 
 
-def sft(run: SftRun) -> dict[str, float]:
+def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     """Run it; returns the metrics that are also in `output_dir/all_results.json`.
 
     Raises:
@@ -77,7 +78,7 @@ def sft(run: SftRun) -> dict[str, float]:
         epochs = _epochs(run, data, done, position)
         with lock_output(run), close_process_group(run.training.ddp_timeout):
             # a function of its own: the trainer has to be gone when the process group closes
-            metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text)
+            metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text, hooks)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
@@ -94,16 +95,18 @@ def _run(
     data: SftData,
     epochs: Epochs,
     position_text: str | None,
+    hooks: Hooks,
 ) -> dict[str, float]:
     training = run.training
     job = start_job(run, device, resume)
     log_run(run, data.train.examples, data.tokens_per_sample)
+    hooks.log()
 
     model: Any = make_model(run, tokenizer, job.deepspeed)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
     model.generation_config.eos_token_id = ends
     collate = collator(run, tokenizer, device.type)
-    uneven = (
+    uneven = hooks.graph_obstacle or (
         None if collate.shapes_repeat else "batches are as long as their longest example (see --pad_to_multiple_of)"
     )
     varies = not run.data.zero_padding
@@ -120,6 +123,7 @@ def _run(
         job,
         model,
         acceleration,
+        hooks,
         order=order_manifest(run, data),
         data_settings={"zero_padding": run.data.zero_padding},
         train_dataset=epochs,
@@ -136,6 +140,7 @@ def _run(
     if training.do_eval and "eval_loss" not in metrics:
         metrics |= evaluate(trainer, "eval")
     finish(run, trainer, metrics)
+    hooks.end(trainer)
     if new_tokens and run.lora.lora and training.do_train:
         logger.info(
             "the adapters contain rows for %d added tokens: plain PEFT needs %s before PeftModel.from_pretrained",

@@ -1,0 +1,1 @@
+"""The commands as Python functions; `gptlm` has their names, imported when they are used."""
