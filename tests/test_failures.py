@@ -1,6 +1,7 @@
 """An unexpected error: one line in each command, its traceback in a file, exit code 1."""
 
 import ast
+import fcntl
 import json
 import os
 import runpy
@@ -9,15 +10,16 @@ import subprocess
 import sys
 import tempfile
 
-import filelock
 import pytest
 import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import COMMANDS, main
+from gptlm.errors import GptlmError
 from gptlm.failures import without_debug
 from gptlm.model.tokenizer import train_tokenizer
+from gptlm.signals import Terminated
 
 TEXT = "the cat sat on a mat while two dogs ran far away from all those birds in our old garden"
 SMALL = "--device cpu --max_steps 2 --save_steps 100 --per_device_train_batch_size 2 --do_train --report_to none"
@@ -81,7 +83,7 @@ CASES = {
     ),
     "convert": (
         "--from base --to megatron --output OUT/x",
-        *(filelock.FileLock, "acquire", "while running gptlm convert"),
+        *(fcntl, "flock", "while running gptlm convert"),
     ),
     "preprocess": (
         "--input_path text.jsonl --model_name_or_path base --output_prefix OUT/x",
@@ -163,6 +165,18 @@ def test_a_lost_process_is_not_reported_as_an_error_of_this_one(fails, monkeypat
 def test_interrupts_are_not_reported_as_errors(fails, tmp_path):
     words, owner, name, _ = CASES["tokenizer"]
     assert fails(f"tokenizer {words}", owner, name, KeyboardInterrupt(), code=130) == "gptlm tokenizer: interrupted\n"
+    assert not list(tmp_path.rglob("gptlm-error-*"))
+
+
+@pytest.mark.parametrize(("signal", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
+@pytest.mark.parametrize("kind", [RuntimeError, GptlmError, BrokenPipeError])
+def test_an_error_in_the_cleanup_after_a_signal_does_not_hide_the_signal(fails, tmp_path, signal, code, kind):
+    """As of tqdm, which releases a lock that it does not have if a signal comes while it takes it."""
+    words, owner, name, _ = CASES["tokenizer"]
+    error = kind("cannot release un-acquired lock")
+    error.__context__ = signal
+    said = fails(f"tokenizer {words}", owner, name, error, code=code)
+    assert said == ("gptlm tokenizer: interrupted\n" if code == 130 else "gptlm tokenizer: ended by SIGTERM\n")
     assert not list(tmp_path.rglob("gptlm-error-*"))
 
 

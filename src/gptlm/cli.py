@@ -17,7 +17,7 @@ from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, is_lost_process, report, 
 from gptlm.launcher.script import split_command
 from gptlm.quiet import quiet_libraries
 from gptlm.ranks import check_launcher, is_launched, rank
-from gptlm.signals import Terminated, ending_on_signals
+from gptlm.signals import Terminated, ending_in, ending_on_signals
 from gptlm.streams import can_write_output, discard_output, open_standard_streams, require_utf8
 
 __all__ = ["COMMANDS", "DATA_TOOLS", "main"]
@@ -35,26 +35,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(words)
             sys.stdout.flush()
             return code
-    except Terminated as ended:
-        return ended.reported(name)
-    except GptlmError as error:
-        print(_with_prefix(name, printed(error)), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"gptlm {name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of the output has stopped, as `head` does
-        discard_output()
-        return 141
-    except Exception as error:  # a disk that fails, or a bug here or in a library
+    except (KeyboardInterrupt, Terminated) as ended:
+        return _ended(name, ended)
+    except Exception as error:
+        if (ending := ending_in(error)) is not None:
+            return _ended(name, ending)
         if signals.received is not None and is_lost_process(error):  # the signal has reached that one, too
             return Terminated(signals.received).reported(name)
-        debug = bool(os.environ.get(DEBUG_VARIABLE))
-        if isinstance(error, OSError) and not error.filename and not can_write_output():
-            error.filename = "standard output"
-            discard_output()
-        print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
-        return 1
+        return _failed(name, error)
+
+
+def _ended(name: str, by: KeyboardInterrupt | Terminated) -> int:
+    """Say that a signal has ended the command; returns the exit code."""
+    if isinstance(by, Terminated):
+        return by.reported(name)
+    print(f"gptlm {name}: interrupted", file=sys.stderr)
+    return 130
+
+
+def _failed(name: str, error: Exception) -> int:
+    """Print why the command failed; returns the exit code."""
+    if isinstance(error, GptlmError):
+        print(_with_prefix(name, printed(error)), file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
+        discard_output()
+        return 141
+    debug = bool(os.environ.get(DEBUG_VARIABLE))  # a disk that fails, or a bug here or in a library
+    if isinstance(error, OSError) and not error.filename and not can_write_output():
+        error.filename = "standard output"
+        discard_output()
+    print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
+    return 1
 
 
 def _run(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,16 +29,23 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
 
     If the block raises, `final` is unchanged and the temporary file is removed.
     """
-    temporary = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
-    try:
-        with open(temporary, "wb") as file:
+    with _new_beside(final) as file:
+        temporary = Path(file.name)
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, final)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.replace(temporary, final)
+        finally:
+            temporary.unlink(missing_ok=True)
     sync_folder(final.parent)
+
+
+def _new_beside(final: Path) -> BinaryIO:
+    for number in count(1):
+        with suppress(FileExistsError):  # of a killed process with this id, or of others
+            return open(final.with_name(f"{final.name}.{os.getpid()}-{number}.incomplete"), "xb")
+    raise AssertionError
 
 
 def read_file(path: str | Path) -> bytes:

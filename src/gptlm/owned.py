@@ -7,7 +7,8 @@ A folder that a command writes into has a listing, `.gptlm-files`, of JSON lines
     {"removed": ["checkpoint-10/model.safetensors"]}
 
 Names are relative to the folder; one that ends in "/" is a folder with everything in it. The key stands for the
-arguments and the input of a command that writes a result; files of a run have none. The number is the size in bytes: a
+arguments and the input of a command that writes a result; files of a run have none, and a file that a command writes
+now has the key "temporary". The number is the size in bytes: a
 file that has another one now was changed by others, and is theirs. Of several lines about a file the last one counts.
 A line is one write to the end of the file: commands that use the folder at the same time lose no line of each other.
 
@@ -15,16 +16,19 @@ In addition, the files that the manifest.json of a `checkpoint-N` names count. A
 has `run.json` and such a checkpoint; in it, all names that those versions wrote count.
 """
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptlm.json_text import parse_json
+from gptlm.locks import is_at
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ EARLIER_FILES = re.compile(
     r"|gptlm-error-\d+\.log|\.checkpoint-\d+\.incomplete/"
     r"|runs/.*(events\.out\.tfevents\.|vdlrecords\.).*|predictions(-\d+)?/\w+-step-\d+\.jsonl"
 )
+TEMPORARY = "temporary"  # the key of a file that a command writes now
 RUN = "run"  # the command of all files of a training run
 
 
@@ -112,6 +117,38 @@ def note(folder: Path, names: Iterable[str], command: str, key: str | None = Non
     files = {name: (folder / name).stat().st_size if key is not None else None for name in names}
     _list_earlier(folder)
     _append(folder, {"command": command, "key": key, "files": files})
+
+
+def begin(folder: Path, names: Iterable[str], command: str) -> None:
+    """Note that `command` writes the temporary files `names` in `folder`, of which it makes the first ones now.
+
+    What an interrupted command left there is removed, a file of others is renamed, with a warning.
+
+    Raises:
+        OSError: if the listing cannot be written.
+    """
+    names = list(names)
+    for name in names:
+        make_way(folder, name)
+    try:
+        _append(folder, {"command": command, "key": TEMPORARY, "files": dict.fromkeys(names)})
+    except OSError:
+        end(folder, names)
+        raise
+
+
+def end(folder: Path, names: Iterable[str]) -> None:
+    """Remove what is left of the temporary files `names` in `folder`, and forget them."""
+    names = list(names)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    if not (folder / LISTING).is_file():
+        return
+    with suppress(OSError):  # a line too many does no harm
+        _append(folder, {"removed": names})
+    with suppress(OSError), _opened(folder):
+        if not _noted(folder):
+            (folder / LISTING).unlink()
 
 
 def remove(folder: Path, name: str) -> bool:
@@ -209,13 +246,25 @@ def _noted(folder: Path) -> dict[str, Entry] | None:
 
 
 def _append(folder: Path, content: dict[str, object]) -> None:
-    line = f"\n{json.dumps(content)}\n".encode()  # on a line of its own, also after one that was cut off
-    handle = os.open(folder / LISTING, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        os.write(handle, line)
+    with _opened(folder) as handle:
+        # on a line of its own, also after one that was cut off
+        os.write(handle, f"\n{json.dumps(content)}\n".encode())
         os.fsync(handle)
-    finally:
-        os.close(handle)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """The listing of `folder`, to append to; meanwhile no other command removes it."""
+    path, is_open = folder / LISTING, False
+    while not is_open:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if is_open := is_at(handle, path):
+                yield handle
+        finally:
+            os.close(handle)
 
 
 def _list_earlier(folder: Path) -> None:

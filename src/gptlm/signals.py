@@ -119,6 +119,13 @@ def ending_on_signals(*, is_launched: bool = False) -> Iterator[Handler]:
         os.close(sink)  # ends the thread
 
 
+def ending_in(error: BaseException | None) -> "KeyboardInterrupt | Terminated | None":
+    """The signal during which `error` was raised, as where it comes while a library takes a lock."""
+    while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated)):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def installed() -> Handler | None:
     """The handler of the command that runs in this process."""
     for number in NUMBERS:

@@ -55,6 +55,7 @@ def test_pretraining_starts_from_paddles_weights(work, capsys):
         assert torch.allclose(trained.state_dict()[name], value, rtol=0, atol=1e-6), name
     assert main([*command, "--overwrite_output_dir"]) == 0
     assert "is converted once" not in capsys.readouterr().out
+    assert not list((work / "cache").rglob("*.lock"))
 
 
 @pytest.mark.parametrize("flag", ["--load", "--resume_from_checkpoint"])

@@ -127,6 +127,18 @@ def test_a_failed_command_leaves_nothing_that_refuses_the_next(model, work, capf
     assert predict(model) == 0 and len((work / "texts.jsonl").read_text().splitlines()) == 1
 
 
+def test_files_of_others_with_names_of_temporary_files_and_locks_stay(model, work, capfd):
+    (work / "d").mkdir()
+    for name in ("d/c.bin.incomplete", "d/c.meta.json.incomplete", ".out.lock"):
+        (work / name).write_text("mine")
+    assert preprocess(model) == 0
+    assert "d/c.bin.incomplete was not written by gptlm; renamed to" in capfd.readouterr().out
+    for name in ("left-c.bin.incomplete", "left-c.meta.json.incomplete"):
+        assert (work / "d" / name).read_text() == "mine"
+    assert main(["convert", "--from", str(model), "--output", "out", "--verify", "0"]) == 0
+    assert (work / ".out.lock").read_text() == "mine"
+
+
 def test_conversion_keeps_what_is_there(model, work, capfd):
     out = work / "out"
     words = ["convert", "--from", str(model), "--output", "out", "--verify", "0"]

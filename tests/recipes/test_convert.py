@@ -5,11 +5,11 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlm.cli import main
+from gptlm.locks import locked
 from gptlm.model import safetensors_io
 from tests.conversion.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
 
@@ -172,7 +172,7 @@ def convert(folder, *words):
 
 
 def test_two_conversions_into_one_folder_do_not_mix(folder, capsys):
-    with FileLock(folder / ".b.lock"):
+    with locked(folder / ".b.lock"):
         assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 1
     assert "another command is writing into" in capsys.readouterr().err and not (folder / "b").exists()
     assert convert(folder, "--from", folder / "a", "--output", folder / "b") == 0

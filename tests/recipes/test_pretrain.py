@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data.blocks import build_split
@@ -25,6 +25,7 @@ from gptlm.data.corpora import open_corpora
 from gptlm.data.indexed import open_tokens
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, UsageError
+from gptlm.locks import locked
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.common import model as pretrain_model
 from gptlm.recipes.pretrain.run import pretrain
@@ -248,10 +249,11 @@ def test_explicit_checkpoints(train, tmp_path):
 
 def test_two_runs_in_one_folder(train, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(GptlmError, match="another run is writing into .*out;"):
+    with locked(tmp_path / "out" / ".lock"), pytest.raises(GptlmError, match="another run is writing into .*out;"):
         train()
+    (tmp_path / "out" / ".lock").write_text("mine")
     train("--max_steps", "3")
-    assert not (tmp_path / "out" / ".lock").exists()
+    assert (tmp_path / "out" / ".lock").read_text() == "mine"
     capsys.readouterr()
     train()
     said = capsys.readouterr()
@@ -812,7 +814,8 @@ def test_a_damaged_history_is_a_damaged_checkpoint(train, tmp_path):
 
 
 def test_results_that_cannot_be_written_are_one_sentence(train, tmp_path):
-    (tmp_path / "out" / "train_results.json.incomplete").mkdir(parents=True)
+    (tmp_path / "out" / "train_results.json").mkdir(parents=True)
+    owned.note(tmp_path / "out", ["train_results.json"], owned.RUN)
     with pytest.raises(GptlmError, match=r"cannot write the results .*train_results.json: Is a directory"):
         train()
 

@@ -4,26 +4,27 @@ The name of an entry is the hash of everything that its files depend on. It is b
 renamed, so readers never see half an entry. One process builds; others that need the same entry wait for it.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gptlm.disk import sync_tree, write_failure
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.json_text import parse_json
+from gptlm.locks import POLL, Lock
+from gptlm.signals import held
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = "entry.json"
 CHANGING = ".incomplete"
-POLL = 0.1  # seconds
 HEAD_START = 60.0  # seconds in which the process that shows its progress gets to build, not one that shows nothing
 
 Build = Callable[[Path], dict[str, Any]]  # writes files into a folder and returns facts about them
@@ -54,23 +55,27 @@ class FolderCache(Generic[Entry]):
         for folder in self.folders:
             if (found := self._load(folder / name, what)) is not None:
                 return found
-        with self._lock_file(name) as file:
-            final = Path(file.name).with_suffix("")
-            locked = _lock(file, final, first)
+        lock = Lock(self._folder(name) / f"{name}.lock")
+        try:
+            final = lock.path.with_suffix("")
+            locked = _lock(lock, final, first)
             if (found := self._load(final, what, warn=True)) is None:
                 self._build(final, what, build, locked=locked)
                 found = self._load(final, what, warn=True)
             if found is None:
                 raise GptlmError(f"{final} is damaged although it was just written; check the disk")
             return found
+        finally:
+            lock.release()
 
-    def _lock_file(self, name: str) -> IO[str]:
-        """A file to lock in the first folder that can be written."""
+    def _folder(self, name: str) -> Path:
+        """The first folder that can be written."""
         reasons = []
         for folder in self.folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                return open(folder / f"{name}.lock", "a")
+                tempfile.TemporaryFile(dir=folder).close()
+                return folder
             except OSError as error:
                 reasons.append(f"{folder}: {reason_of(error)}")
         raise GptlmError(
@@ -118,7 +123,7 @@ class FolderCache(Generic[Entry]):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(file: IO[str], final: Path, first: bool) -> bool:
+def _lock(lock: Lock, final: Path, first: bool) -> bool:
     """Wait for the lock; a process that is not `first` takes it after another has had it, or if the entry exists.
 
     Returns:
@@ -128,15 +133,17 @@ def _lock(file: IO[str], final: Path, first: bool) -> bool:
     while True:
         waited = time.monotonic() - started
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with held():  # a signal does not come between locking and knowing of it
+                is_taken = lock.acquire()
+        except OSError:
+            return False
+        if is_taken:
             if was_held or waited > HEAD_START or final.exists():
                 return True
-            fcntl.flock(file, fcntl.LOCK_UN)
-        except BlockingIOError:
+            lock.release()
+        else:
             was_held = True
             if not told and waited > 1:
                 told = True
                 logger.info("another process encodes the same data: waiting for it")
-        except OSError:
-            return False
         time.sleep(POLL)

@@ -4,11 +4,13 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from gptlm import owned
 from gptlm.checksums import ALGORITHM, Checksum
 from gptlm.data.indexed import (
     DTYPES,
@@ -55,7 +57,8 @@ class IndexedTokensWriter:
         self._checksum = Checksum()
         self.tokens_path, self.index_path, _ = token_files(prefix, layout)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(_temporary(self.tokens_path), "wb")
+        owned.begin(self.tokens_path.parent, self._temporaries(), "preprocess")
+        self._file = open(_temporary(self.tokens_path), "xb")
         if layout == "npy":
             self._file.write(self._npy_header())
 
@@ -118,10 +121,10 @@ class IndexedTokensWriter:
             "max_id": self.max_id,
             ALGORITHM: self._checksum.hexdigest(),
         }
-        with open(_temporary(self.index_path), "wb") as file:
+        with open(_temporary(self.index_path), "xb") as file:
             self._write_index(file)
             _sync(file)
-        with open(_temporary(metadata_path(self.prefix)), "wb") as file:
+        with open(_temporary(metadata_path(self.prefix)), "xb") as file:
             # ASCII escapes: under a C locale a path can contain bytes that UTF-8 text cannot
             file.write((json.dumps(facts, indent=1) + "\n").encode())
             _sync(file)
@@ -134,9 +137,12 @@ class IndexedTokensWriter:
 
     def abandon(self) -> None:
         """Remove the temporary files."""
-        self._close()
-        for path in (self.tokens_path, self.index_path, metadata_path(self.prefix)):
-            _temporary(path).unlink(missing_ok=True)
+        with suppress(OSError):  # what is not written yet, on a full disk
+            self._file.close()
+        owned.end(self.tokens_path.parent, self._temporaries())
+
+    def _temporaries(self) -> list[str]:
+        return [_temporary(path).name for path in token_files(self.prefix, self.layout)]
 
     def _close(self) -> None:
         if not self._file.closed:

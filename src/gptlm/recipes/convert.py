@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
@@ -26,6 +25,7 @@ from gptlm.conversion.paddle.write import check_writable, write_paddle
 from gptlm.conversion.source import ReadOptions, Source
 from gptlm.conversion.verify import fixed_batch, logits_of, logits_of_folder, max_difference
 from gptlm.errors import GptlmError, UsageError, doing, named
+from gptlm.locks import locked
 from gptlm.model.files import CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
@@ -77,7 +77,7 @@ def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | 
             "convert it with gptlm convert"
         ) from error
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.once.lock")):
+    with locked(folder.with_name(f".{folder.name}.once.lock"), wait=True):
         if folder.is_dir():
             return
         logger.info("%s is converted once, into %s", path, folder)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from gptlm import owned
 from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, UsageError, named
+from gptlm.locks import locked
 from gptlm.recipes.common.output_folder import some_of
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def new_folder(flag: str, output: Path, by: Maker) -> Iterator[Path]:
     staging = output.with_name(f".{output.name}.incomplete")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
+        with locked(output.with_name(f".{output.name}.lock")):
             made = False
             try:
                 if why := check_folder(flag, output, by):  # again: another command may have ended meanwhile
@@ -162,8 +162,7 @@ def new_folder(flag: str, output: Path, by: Maker) -> Iterator[Path]:
             finally:
                 if made:
                     shutil.rmtree(staging, ignore_errors=True)
-                Path(lock.lock_file).unlink(missing_ok=True)
-    except Timeout:
+    except BlockingIOError:
         raise GptlmError(
             f"another command is writing into {output}; wait until it ends, or give another {named(flag)}"
         ) from None

@@ -3,24 +3,23 @@
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
-from gptlm.errors import GptlmError, named
+from gptlm.errors import GptlmError, named, reason_of
+from gptlm.locks import locked
 from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
-from gptlm.signals import held
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +57,16 @@ def lock_output(run: Run) -> Iterator[None]:
         return
     output_dir = Path(run.training.output_dir or "")
     output_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output_dir / ".lock", blocking=False)
-    try:
+    with ExitStack() as stack:
         try:
-            with held():  # a signal does not come between locking and knowing of it
-                lock.acquire()
-        except Timeout:
+            stack.enter_context(locked(output_dir / ".lock"))
+        except BlockingIOError:
             raise GptlmError(
                 f"another run is writing into {output_dir}; wait until it ends, or give another --output_dir"
             ) from None
-        except (NotImplementedError, OSError) as error:
-            logger.warning("%s cannot be locked (%s): start no second run there", output_dir, error)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): start no second run there", output_dir, reason_of(error))
         yield
-    finally:
-        if lock.is_locked:
-            Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
 
 
 def find_resume_checkpoint(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from gptlm import owned
 from gptlm.compat.log_lines import perplexity
+from gptlm.disk import replacing
 from gptlm.json_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,8 @@ def _free(owners: Mapping[str, str], folder: Path) -> str:
 
 
 def _replace(path: Path, content: Mapping[str, object]) -> None:
-    temporary = path.with_name(path.name + ".incomplete")
-    temporary.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=4, sort_keys=True) + "\n").encode())
 
 
 WINDOW = 100  # log lines in the mean speed
