@@ -15,6 +15,7 @@ from docs.generate_reference import FOLDER, pages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlm.cli import COMMANDS, DATA_TOOLS
+from gptlm.commands.chat import parse_chat
 from gptlm.commands.convert import parse_convert
 from gptlm.commands.evaluate import EVALUATE
 from gptlm.commands.merge_lora import parse_merge
@@ -22,6 +23,7 @@ from gptlm.commands.plan import parse_plan
 from gptlm.commands.predict import parse_predict
 from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.serve import parse_serve
 from gptlm.commands.sft import parse_sft
 from gptlm.commands.tokenizer import parse_tokenizer
 from gptlm.config.parser import parse
@@ -95,6 +97,8 @@ PARSERS = {
     "preprocess": lambda words, _: parse_preprocess(words),
     "tokenizer": lambda words, _: parse_tokenizer(words),
     "predict": lambda words, _: parse_predict(words),
+    "chat": lambda words, _: parse_chat(words),
+    "serve": lambda words, _: parse_serve(words),
     "evaluate": lambda words, _: parse(EVALUATE, words),  # parse_evaluate reads the model's config
     "data": lambda words, _: DATA_TOOLS[words[0]][2](words[1:]),
     "plan": lambda words, _: parse_plan(words),

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gptlm.commands.chat import CHAT, parse_chat
 from gptlm.commands.convert import CONVERT, parse_convert
 from gptlm.commands.data import CHECK, COPY, ORDER, PREFIX, parse_check, parse_copy, parse_order, parse_prefix
 from gptlm.commands.demo import DEMO, parse_demo
@@ -25,6 +26,7 @@ from gptlm.commands.plan import PLAN, parse_plan, with_layout
 from gptlm.commands.predict import PREDICT, parse_predict, resolve_predict
 from gptlm.commands.preprocess import PREPROCESS, parse_preprocess
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.commands.serve import SERVE, parse_serve
 from gptlm.commands.sft import SFT, parse_sft
 from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
@@ -161,6 +163,24 @@ def predict(argv: Sequence[str]) -> None:
     with importing():
         from gptlm.recipes.predict import predict as recipe
     recipe(arguments, notes)
+
+
+def chat(argv: Sequence[str]) -> None:
+    arguments, notes = with_conversions(lambda: parse_chat(argv), _convert_on_stderr)
+    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    hide_other_gpus(arguments.device, os.environ)
+    with importing():
+        from gptlm.recipes.chat import chat as recipe
+    recipe(arguments, notes)
+
+
+def serve(argv: Sequence[str]) -> None:
+    arguments, notes = with_conversions(lambda: parse_serve(argv), _convert_on_stderr)
+    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    hide_other_gpus(arguments.device, os.environ)
+    with importing():
+        from gptlm.recipes.openai_server import serve_api
+    serve_api(arguments, notes)
 
 
 def evaluate(argv: Sequence[str]) -> None:
@@ -326,6 +346,8 @@ COMMANDS = {
     "preprocess": Command(preprocess, "Turn text into token files.", "preprocess_data.py", PREPROCESS),
     "tokenizer": Command(tokenizer, "Train a tokenizer on text.", "train_tokenizer.py", TOKENIZER),
     "predict": Command(predict, "Continue prompts with a trained model.", "predict_generation.py", PREDICT),
+    "chat": Command(chat, "Talk to a model in the terminal.", "chat.py", CHAT),
+    "serve": Command(serve, "Serve a model to clients of OpenAI's API.", "serve.py", SERVE),
     "evaluate": Command(evaluate, "Accuracy and perplexity of a model.", "evaluate.py", EVALUATE, EVALUATE_HELP),
     "data": Command(data, "Inspect token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
     "plan": Command(plan, "Find parallel layouts for a number of GPUs.", "plan.py", PLAN),

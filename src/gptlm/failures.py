@@ -27,6 +27,7 @@ MEMORY_ADVICE = {
     "sft": "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, --recompute 1, "
     "or --lora",
     "predict": "give a smaller --batch_size, shorter texts, or --bf16",
+    **dict.fromkeys(("chat", "serve"), "give --bf16, or use a GPU with more memory"),
     "evaluate": "give a smaller --batch_size, a smaller --max_seq_length, or --bf16",
 }
 

@@ -251,6 +251,7 @@ INFERENCE_RENAMED = {
     "per_gpu_eval_batch_size": "batch_size",
     "eval_batch_size": "batch_size",
 }
+CHAT_RENAMED = INFERENCE_RENAMED | {"max_new_tokens": "tgt_length"}
 EVALUATE_RENAMED = INFERENCE_RENAMED | {"block_size": "max_seq_length", "max_length": "max_seq_length"}
 INFERENCE_IGNORED = MODEL_IGNORED | {"use_cache": "the key-value cache is always used"}
 INFERENCE_REFUSED: Refused = MODEL_REFUSED | {

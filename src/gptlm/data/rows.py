@@ -162,7 +162,7 @@ class Encoder:
     def _turn_part(self, turn: Turn, prompt: Encoded, response: Encoded, *, fits: bool) -> _Part:
         """`fits`: nothing is truncated, so that it need not be known what could be."""
         texts = (Content(0, len(turn.prompt), "user"),) if turn.texts is None else turn.texts
-        truncatable = [] if fits else _truncatable(prompt.spans, texts, self.side)
+        truncatable = [] if fits else places_to_cut(prompt.spans, texts, self.side)
         ids = response.ids[:-1] if response.ids[-1:] == [self.eos_id] else response.ids
         # the first token of a response needs one before it that predicts it
         before, end = prompt.ids or [self.eos_id], [self.eos_id]
@@ -176,7 +176,7 @@ class Encoder:
             first = _first_after(spans, one.start, done)
             last = next((place for place in range(first, len(spans)) if spans[place][0] >= one.stop), len(spans))
             end = min(_first_after(spans, one.text_stop, first), last)
-            truncatable = _truncatable(spans[done:first], contents, self.side)
+            truncatable = places_to_cut(spans[done:first], contents, self.side)
             parts.append(_Part(ids[done:first], truncatable, [], ids[first:end], ids[end:last], one.text, one.in_loss))
             done = last
         rest = ids[done:]
@@ -262,7 +262,7 @@ def _with_context(parts: Sequence[_Part], side: str) -> tuple[list[_Part], _Part
     return found, before
 
 
-def _truncatable(tokens: Sequence[Span], contents: Sequence[Content], side: str) -> list[int]:
+def places_to_cut(tokens: Sequence[Span], contents: Sequence[Content], side: str) -> list[int]:
     """Places of tokens that lie in one of `contents`, in the order of removal: system messages last."""
     step = 1 if side == "left" else -1
     found: list[int] = []

@@ -16,15 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
 from gptlm.disk import replacing, write_failure
 from gptlm.errors import GptlmError, doing
+from gptlm.inference.chat import ChatPrompts
 from gptlm.inference.generation import Stream, batch_decoder, check_rows, continue_rows, encode_prompts, text_of
 from gptlm.inference.loading import find_model, load_for_inference
 from gptlm.inference.sampling import Sampling
 from gptlm.model.adapter_files import base_and_adapters
 from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.templates import use_eos
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.command_results import Maker, check_files, maker, note_files
 from gptlm.recipes.common.device import choose_device, use_device
-from gptlm.recipes.common.prompts import read_prompts
+from gptlm.recipes.common.prompts import Prompt, read_prompts
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
@@ -45,14 +47,7 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
         check_files("output_file", [output], by)
         _check_writable(output)
     model, tokenizer = load(arguments)
-    rows = encode_prompts(
-        tokenizer,
-        prompts,
-        arguments.src_length,
-        names,
-        truncation_side=arguments.truncation_side,
-        allow_special_tokens=arguments.allow_special_tokens,
-    )
+    rows = _encode(arguments, tokenizer, found)
     check_rows(rows, model.config.n_positions, model.config.vocab_size, arguments.tgt_length, names)
     built_in = prompts == list(DEFAULT_PROMPTS)  # PaddleNLP's two questions, whose answers end with the line
     settings: dict[str, Any] = {
@@ -72,8 +67,28 @@ def predict(arguments: PredictArguments, notes: tuple[str, ...] = ()) -> list[st
         torch.manual_seed(arguments.seed)
         texts = _timed(_printed(model, tokenizer, rows, settings))
     if output:
-        _write(output, [prompt for prompt in prompts for _ in range(arguments.num_return_sequences)], texts, by)
+        _write(output, [prompt for prompt in found for _ in range(arguments.num_return_sequences)], texts, by)
     return texts
+
+
+def _encode(arguments: PredictArguments, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> list[list[int]]:
+    """The ids of each prompt, at most `src_length`; conversations are rendered in the chat template."""
+    plain = [prompt for prompt in prompts if prompt.conversation is None]
+    found = iter(
+        encode_prompts(
+            tokenizer,
+            [prompt.text for prompt in plain],
+            arguments.src_length,
+            [prompt.place for prompt in plain],
+            truncation_side=arguments.truncation_side,
+            allow_special_tokens=arguments.allow_special_tokens,
+        )
+    )
+    if len(plain) == len(prompts):
+        return list(found)
+    chats = ChatPrompts(tokenizer, arguments.chat_template, allow_special_tokens=arguments.allow_special_tokens)
+    longest, side = arguments.src_length, arguments.truncation_side
+    return [next(found) if one.conversation is None else chats(one.conversation, longest, side) for one in prompts]
 
 
 def _maker(arguments: PredictArguments, prompts: list[str]) -> Maker:
@@ -101,7 +116,9 @@ def load(arguments: PredictArguments) -> tuple[GPTLMHeadModel, PreTrainedTokeniz
     folder, adapters = find_model(arguments.model_name_or_path, arguments.lora_path)
     device = choose_device(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(device)
-    return load_for_inference(folder, torch.device(device.type), dtype=device.dtype, lora_path=adapters)
+    model, tokenizer = load_for_inference(folder, torch.device(device.type), dtype=device.dtype, lora_path=adapters)
+    use_eos(tokenizer, arguments.eos_token)
+    return model, tokenizer
 
 
 def uses_graph(arguments: PredictArguments, model: GPTLMHeadModel) -> bool:
@@ -181,9 +198,10 @@ def _check_writable(path: Path) -> None:
         raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
 
 
-def _write(path: Path, prompts: list[str], texts: list[str], by: Maker) -> None:
-    rows = zip(prompts, texts, strict=True)
-    lines = [json.dumps({"prompt": prompt, "continuation": text}, ensure_ascii=False) for prompt, text in rows]
+def _write(path: Path, prompts: list[Prompt], texts: list[str], by: Maker) -> None:
+    given = [{"prompt": p.text} if p.conversation is None else {"messages": p.conversation.messages} for p in prompts]
+    rows = zip(given, texts, strict=True)
+    lines = [json.dumps(prompt | {"continuation": text}, ensure_ascii=False) for prompt, text in rows]
     try:
         content = "\n".join(lines) + "\n"
         if path.exists() and not path.is_file():  # a pipe, a terminal

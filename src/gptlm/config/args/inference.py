@@ -81,7 +81,7 @@ class PredictArguments:
         [], "prompts; unset: input_file, else standard input if piped, else PaddleNLP's two Chinese questions"
     )
     input_file: str | None = arg(
-        None, "file with one prompt per line, or .jsonl/.json with the key prompt, src or text; -: standard input"
+        None, "file with one prompt per line, or .jsonl/.json with prompt, src, text or messages; -: standard input"
     )
     output_file: str | None = arg(None, "also write prompts and generated texts to this .jsonl file")
     overwrite: bool = arg(False, "replace an output_file that gptlm wrote of other prompts or arguments")
@@ -89,6 +89,10 @@ class PredictArguments:
     src_length: int = arg(200, "maximum prompt length; longer prompts are cut, with a log message", ge=1, unit="tokens")
     truncation_side: str = arg("left", "side on which a prompt that is too long is cut", choices=("left", "right"))
     allow_special_tokens: bool = arg(False, "encode <|endoftext|> in a prompt as the special token")
+    chat_template: str | None = arg(
+        None, "template of messages: chatml, plain (headings), or a Jinja file; unset: the tokenizer's, else plain"
+    )
+    eos_token: str | None = arg(None, "token of the vocabulary that ends a text; unset: the tokenizer's")
     tgt_length: int = arg(200, "maximum number of new tokens, without the prompt", ge=1, unit="tokens")
     min_new_tokens: int = arg(0, "minimum number of new tokens", ge=0, unit="tokens")
     seed: int = arg(20, "random seed for sampling", ge=0, le=LARGEST_SEED)

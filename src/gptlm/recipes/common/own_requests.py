@@ -15,8 +15,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-class OwnRequests:
-    """ASGI middleware that refuses requests with a sentence.
+class OwnAddress:
+    """Which requests are for this machine's own address, and come from its own pages.
 
     Answered are requests whose `Host` is the address at which they arrive, `host`, this machine's name, or "localhost"
     where they come from this machine; the port is not compared, because it is another one behind an SSH tunnel. Names
@@ -26,10 +26,35 @@ class OwnRequests:
         host: the address or name to listen at.
     """
 
-    def __init__(self, app: App, host: str):
-        self.app = app
+    def __init__(self, host: str):
         machine = {socket.gethostname().lower(), socket.getfqdn().lower()} - {"localhost"}
         self.names = ({host.lower()} | machine) - {"0.0.0.0", "::", ""}
+
+    def refusal(self, hosts: list[str], origins: list[str], arrived: str) -> str | None:
+        """Why a request is not answered; None: it is.
+
+        Args:
+            hosts, origins: all its headers of these names.
+            arrived: the address of this machine at which it arrived.
+        """
+        if len(hosts) != 1 or not self._is_own(_name_in(f"//{hosts[0]}"), arrived):
+            return f"This page is not served at the address {', '.join(hosts) or '(none)'}."
+        if any(origin.partition("://")[2].lower() != hosts[0].lower() for origin in origins):
+            return f"Requests of other pages ({', '.join(origins)}) are not answered."
+        return None
+
+    def _is_own(self, name: str, arrived: str) -> bool:
+        here = {*self.names, arrived.lower()}
+        if _is_loopback(arrived):
+            here |= {"localhost", "127.0.0.1", "::1"}
+        return bool(name) and name in here
+
+
+class OwnRequests:
+    """ASGI middleware that refuses requests with a sentence: those that `OwnAddress` does, files and large bodies."""
+
+    def __init__(self, app: App, host: str):
+        self.app, self.address = app, OwnAddress(host)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):  # start and end of the server
@@ -51,22 +76,13 @@ class OwnRequests:
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
         """Status and sentence for a request that is not answered."""
         hosts, origins, lengths = (_values(scope, name) for name in (b"host", b"origin", b"content-length"))
-        if len(hosts) != 1 or not self._is_own(_name_in(f"//{hosts[0]}"), scope):
-            return 403, f"This page is not served at the address {', '.join(hosts) or '(none)'}."
-        if any(origin.partition("://")[2].lower() != hosts[0].lower() for origin in origins):
-            return 403, f"Requests of other pages ({', '.join(origins)}) are not answered."
+        if reason := self.address.refusal(hosts, origins, (scope.get("server") or ("",))[0]):
+            return 403, reason
         if scope["path"].rstrip("/").rpartition("/")[2] in UPLOADS:
             return 403, "This page takes no files."
         if any(not length.isdigit() or len(length) > 9 or int(length) > LONGEST_BODY for length in lengths):
             return 413, f"A request has at most {LONGEST_BODY:,} bytes."
         return None
-
-    def _is_own(self, name: str, scope: Message) -> bool:
-        arrived = (scope.get("server") or ("",))[0]
-        here = {*self.names, arrived.lower()}
-        if _is_loopback(arrived):
-            here |= {"localhost", "127.0.0.1", "::1"}
-        return bool(name) and name in here
 
 
 def _values(scope: Message, name: bytes) -> list[str]:

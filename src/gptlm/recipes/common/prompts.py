@@ -1,5 +1,6 @@
 """The prompts of a command: given on the command line, in a file, or on standard input."""
 
+import json
 import logging
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
+from gptlm.data.conversations import Conversation, parse_conversation
 from gptlm.data.text_files import check_text, decode, parse_array, read_text
 from gptlm.errors import GptlmError
 from gptlm.json_text import parse_json
@@ -18,10 +20,16 @@ PROMPT_KEYS = ("prompt", "src", "text")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and where it was given, for messages."""
+    """A text to continue, and where it was given, for messages.
+
+    Attributes:
+        text: of a conversation, its messages as JSON.
+        conversation: the messages, if it is not a plain text.
+    """
 
     place: str
     text: str
+    conversation: Conversation | None = None
 
 
 def read_prompts(arguments: PredictArguments) -> list[Prompt]:
@@ -52,9 +60,9 @@ def _from_stdin() -> list[Prompt] | None:
         logger.warning("standard input is empty: the built-in prompts are continued")
         return None
     records = [(line.place, _parsed(line.text)) for line in lines]
-    if any(_text_of(record) is None for _, record in records):
+    if any(_text_of(record) is None and not _is_chat(record) for _, record in records):
         return lines
-    logger.info("standard input is read as JSON lines, a text under %s each", " or ".join(PROMPT_KEYS))
+    logger.info("standard input is read as JSON lines, a text under %s each, or messages", " or ".join(PROMPT_KEYS))
     return _prompts_of(records)
 
 
@@ -94,12 +102,22 @@ def _text_of(record: Any) -> str | None:
     return next((record[key] for key in PROMPT_KEYS if isinstance(record.get(key), str)), None)
 
 
+def _is_chat(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("messages"), list)
+
+
 def _prompts_of(records: list[tuple[str, Any]]) -> list[Prompt]:
     """The prompts in pairs of (place, record)."""
     prompts = []
     for place, record in records:
         text = _text_of(record)
+        if text is None and _is_chat(record):
+            messages = record["messages"]
+            conversation = parse_conversation(messages, place, system=record.get("system"), tools=record.get("tools"))
+            prompts.append(Prompt(place, json.dumps(messages, ensure_ascii=False), conversation))
+            continue
         if text is None:
-            raise GptlmError(f"{place}: expected an object with a text under {' or '.join(PROMPT_KEYS)}")
+            keys = " or ".join(PROMPT_KEYS)
+            raise GptlmError(f"{place}: expected an object with a text under {keys}, or with messages")
         prompts.append(Prompt(place, text))
     return prompts
