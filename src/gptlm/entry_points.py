@@ -62,7 +62,8 @@ def pretrain(argv: Sequence[str]) -> int | None:
     if not run.refusals:
         try:  # before the imports, which take seconds
             with flags_as_typed(run.typed):
-                parse_input(run.data.input_dir or "")
+                if not run.data.reads_text:
+                    parse_input(run.data.input_dir or "")
         except GptlmError as error:
             if not printing:
                 raise

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import main
-from gptlm.model.hub import hub_dataset
+from gptlm.model.hub_datasets import hub_dataset
 from gptlm.model.tokenizer import train_tokenizer
 from tests.conftest import write_tokens
 

@@ -165,8 +165,7 @@ TRAINING_REFUSED: Refused = {
     "config_overrides": (EMPTY, "give the sizes as flags: --num_hidden_layers, --hidden_size, --num_attention_heads"),
 }
 
-TOKENS = "pretraining reads token files; create them with gptlm preprocess and give --input_dir"
-ONE_CORPUS = "train, valid and test are parts of one corpus: give --input_dir and --split 949,50,1"
+ONE_CORPUS = "train, valid and test are parts of one corpus: give its data and --split 949,50,1"
 PRETRAIN_RENAMED = {
     **TRAINING_RENAMED,
     "block_size": "max_seq_length",
@@ -174,20 +173,20 @@ PRETRAIN_RENAMED = {
     "max_length": "max_seq_length",
     "context_length": "max_seq_length",
     "config_name": "model_name_or_path",
+    "train_dataset": "train_file",
+    "dataset_name_or_path": "dataset_name",
+    "dataset_config_name": "dataset_config",
+    "dataset_train_split": "dataset_split",
+    "dataset_streaming": "streaming",
+    "dataset_num_proc": "preprocessing_num_workers",
+    **dict.fromkeys(("text_column_name", "dataset_text_field"), "text_column"),
 }
-PRETRAIN_IGNORED = TRAINING_IGNORED | {
-    "preprocessing_num_workers": "token files are created by gptlm preprocess --workers",
-    "dataset_num_proc": "token files are created by gptlm preprocess --workers",
+PRETRAIN_IGNORED = {word: why for word, why in TRAINING_IGNORED.items() if "streaming" not in word} | {
     "packing": "samples are always packed from concatenated documents",
 }
 PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
     "group_by_length": (OFF, "samples all have --max_seq_length tokens"),
     "train_sampling_strategy": (("", "random"), "the sample order follows from --seed"),
-    "dataset_name": (EMPTY, TOKENS),
-    "dataset_name_or_path": (EMPTY, TOKENS),
-    "dataset_config_name": (EMPTY, TOKENS),
-    "train_file": (EMPTY, TOKENS),
-    "train_dataset": (EMPTY, TOKENS),
     **dict.fromkeys(("validation_file", "eval_dataset", "eval_dataset_name_or_path", "val_size"), (EMPTY, ONE_CORPUS)),
     **dict.fromkeys(("validation_split_percentage", "eval_split_ratio", "test_size"), (EMPTY, ONE_CORPUS)),
     "max_train_samples": (EMPTY, "give --max_steps, the samples divided by the global batch size"),
@@ -210,6 +209,8 @@ SFT_RENAMED = {
     **dict.fromkeys(("eval_split_ratio", "test_size"), "val_size"),
     "text_column_name": "text_column",
     "chat_template_path": "chat_template",
+    "dataset_config_name": "dataset_config",
+    "dataset_train_split": "dataset_split",
 }
 SFT_IGNORED = TRAINING_IGNORED | {
     "packing_strategy": "there is one packing strategy",
@@ -223,9 +224,6 @@ SFT_IGNORED = TRAINING_IGNORED | {
 SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "config_name": (EMPTY, "fine-tuning uses the sizes of the model; give --model_name_or_path"),
     "validation_split_percentage": (EMPTY, "give --val_size, the fraction or the number of examples"),
-    "dataset_config_name": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
-    "dataset_config": (EMPTY, "give --dataset_name_or_path, a file or a folder"),
-    "dataset_train_split": (("", "train"), "the split is named train"),
     "dataset_test_split": (("", "test", "dev", "validation"), "give --eval_dataset_name_or_path"),
     "dataset_text_field": (("", "text"), "give --text_column, which reads all records as plain texts"),
     "dataset_kwargs": (EMPTY, "examples are encoded in one way"),

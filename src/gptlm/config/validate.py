@@ -78,7 +78,23 @@ def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[Problem]:
             "max_seq_length",
             f"{length} is not a multiple of {named('tensor_parallel_degree')} ({degree}): {named('sequence_parallel')}",
         )
-    yield from missing_folder(parsed, "input_dir", "the folder with token files", printing)
+    yield from _pretraining_data(parsed, printing)
+
+
+def _pretraining_data(parsed: Parsed, printing: bool) -> Iterator[Problem]:
+    data = parsed[DataArguments]
+    given = [name for name in ("input_dir", "train_file", "dataset_name") if parsed.value(name)]
+    if not given:
+        what = f"the folder with token files; or give text with {named('train_file')} or {named('dataset_name')}"
+        yield from missing_folder(parsed, "input_dir", what, printing)
+    elif len(given) > 1:
+        yield Problem(given[0], f"and {named(given[1])} each name the data; give one of them")
+    for name in ("dataset_config", "dataset_split", "streaming"):
+        if parsed.given(name) and not data.dataset_name:
+            parsed.note(f"{named(name)} has no effect without {named('dataset_name')}")
+    for name in ("text_column", "preprocessing_num_workers"):
+        if parsed.given(name) and not data.reads_text:
+            parsed.note(f"{named(name)} has no effect: token files are encoded already")
 
 
 def pretrain_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:

@@ -395,6 +395,8 @@ def _select(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
         text = record.get(key)
         if not isinstance(text, str):
             found = f"a {type(record[key]).__name__}" if key in record else f"only the keys {sorted(record)[:8]}"
-            raise GptlmError(f"no text under {key!r}, found {found}; name the key with --json_key")
+            raise GptlmError(
+                f"no text under {key!r}, found {found}; name the key with --json_key (pretrain: --text_column)"
+            )
         texts.append(check_text(text, f"the text under {key!r}"))
     return tuple(texts)

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +29,21 @@ HEAD_START = 60.0  # seconds in which the process that shows its progress gets t
 
 Build = Callable[[Path], dict[str, Any]]  # writes files into a folder and returns facts about them
 Entry = TypeVar("Entry")
+
+
+def hashes_of(files: Iterable[Path]) -> list[list[str]]:
+    """Formats and hashes of all bytes of files and saved datasets. Raises GptlmError if a file cannot be read."""
+    found = []
+    for file in files:
+        parts = sorted(part for part in file.iterdir() if part.is_file()) if file.is_dir() else [file]
+        for part in parts:
+            try:
+                with open(part, "rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            except OSError as error:
+                raise GptlmError(f"cannot read {part}: {reason_of(error)}") from error
+            found.append(["".join(part.suffixes[-2:]) if part is file else part.name, digest])
+    return found
 
 
 class FolderCache(Generic[Entry]):

@@ -1,12 +1,10 @@
-"""The hub: models (to local folders) and datasets, cached or downloaded. Without a network: an error in 2 s."""
+"""Models of the hub as local folders, cached or downloaded. Without a network: an error in 2 s."""
 
 import re
 import socket
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,10 +22,6 @@ from gptlm.model.files import (
     has_weights,
 )
 from gptlm.model.presets import PRESETS
-from gptlm.upstream.datasets import offline
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 TOKENIZER_FILES = [TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, "special_tokens_map.json"]
 MODEL_FILES = [CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
@@ -52,7 +46,7 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
     if cached is not None and (has_weights(cached) if weights else has_tokenizer(cached)):
         return str(cached)
     try:
-        _require_network()
+        require_network()
         return snapshot_download(hub_id, allow_patterns=files)
     except Exception as error:  # huggingface_hub and its HTTP library have many error types
         what = "weights of" if weights else "tokenizer files of"
@@ -70,7 +64,7 @@ def _cached(hub_id: str) -> Path | None:
         return None
 
 
-def _require_network() -> None:
+def require_network() -> None:
     """Raises ConnectionError, naming the reason, if the hub cannot be reached: huggingface_hub's retries take a minute.
 
     A process tries to connect once.
@@ -103,29 +97,6 @@ def _obstacle(host: str, port: int) -> str | None:
     attempt.start()
     attempt.join(CONNECT_SECONDS)
     return next(iter(found), None)
-
-
-def hub_dataset(name: str, split: str) -> "Dataset":
-    """A dataset of the hub; without a network, from the cache of the datasets library.
-
-    Raises:
-        GptlmError: if it is neither cached nor downloadable.
-    """
-    import datasets
-
-    reason = None
-    try:
-        _require_network()
-    except ConnectionError as error:
-        reason = str(error)
-    try:
-        with offline() if reason else nullcontext():
-            return datasets.load_dataset(name, split=split)
-    except Exception as error:  # datasets, huggingface_hub and their HTTP library each raise their own kinds
-        raise GptlmError(
-            f"the dataset {name} is neither on this machine nor on the HuggingFace hub ({reason or reason_of(error)}); "
-            f"give {named('dataset_name_or_path')} a local file or folder"
-        ) from error
 
 
 def model_folder(name: str, hint: str = "") -> str:

@@ -197,8 +197,10 @@ def _shard_of(prefix: str, facts: dict) -> tuple[int, ...]:
 def index(run: PretrainRun) -> None:
     """Build the index that the pretraining command `run` will look for, on a machine without a GPU."""
     from gptlm.recipes.pretrain.data import load_or_build_datasets, steps_per_epoch
+    from gptlm.recipes.pretrain.text_source import with_token_files
 
     start_logging(main_process=True)
+    run = with_token_files(run)
     corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
     for split, dataset in load_or_build_datasets(run, corpora).items():

@@ -5,16 +5,18 @@ import json
 import logging
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from gptlm import owned
-from gptlm.config.args.data import PreprocessJob
+from gptlm.config.args.data import PreprocessArguments, PreprocessJob
 from gptlm.data.corpora import missing_eos
-from gptlm.data.documents import bytes_of_shard, read_batches
+from gptlm.data.documents import Batch, bytes_of_shard, read_batches
 from gptlm.data.encoder import TextEncoder
 from gptlm.data.indexed import open_tokens
 from gptlm.data.preprocess import EncodeSettings, Part, Progress, write_corpus
@@ -59,15 +61,12 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     writers: list[IndexedTokensWriter] = []
     try:
         writers += [IndexedTokensWriter(p, len(tokenizer), file_format) for p in prefixes]
-        progress = _encode(job, tokenizer, sentences, files, writers)
+        first, last = bytes_of_shard(files, job.shard)
+        batches = read_batches(files, arguments.txt_split, keys=arguments.json_keys, shard=job.shard)
+        progress = encode(job, tokenizer, sentences, batches, last - first, writers)
         if not writers[0].total and job.shard == (1, 1):
             raise GptlmError(f"{arguments.input_path} has no text under {' '.join(arguments.json_keys)}")
-        facts = {
-            "tokenizer": name,
-            "tokenizer_fingerprint": fingerprint(tokenizer),
-            "eos_token_id": tokenizer.eos_token_id,
-            "append_eos": arguments.append_eos,
-        }
+        facts = tokenizer_facts(arguments, tokenizer, name)
         written = []
         for key, writer in zip(arguments.json_keys, writers, strict=True):
             identity = _identity(job, sentences, files, key)
@@ -87,6 +86,16 @@ def preprocess(job: PreprocessJob) -> list[Path]:
         if problem:
             logger.warning("%s", problem)
     return written
+
+
+def tokenizer_facts(arguments: PreprocessArguments, tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
+    """What the metadata of token files says about their tokenizer, which is in the folder (or on the hub) `name`."""
+    return {
+        "tokenizer": name,
+        "tokenizer_fingerprint": fingerprint(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "append_eos": arguments.append_eos,
+    }
 
 
 def _tokenizer(job: PreprocessJob) -> tuple[PreTrainedTokenizerBase, str]:
@@ -142,13 +151,23 @@ def _prefixes(job: PreprocessJob) -> list[str]:
 
 
 @doing("encoding the texts")
-def _encode(
+def encode(
     job: PreprocessJob,
     tokenizer: PreTrainedTokenizerBase,
     sentences: str | None,
-    files: list[Path],
+    batches: Iterator[Batch],
+    size: int,
     writers: list[IndexedTokensWriter],
 ) -> Progress:
+    """Encode `batches`, which are `size` bytes in all, into one writer per key.
+
+    Args:
+        sentences: how sentences are split, a language of `sentence_splitter`; None: they are not.
+
+    Raises:
+        GptlmError: if text cannot be read, or there is no room for temporary files.
+        OSError: if the token files cannot be written.
+    """
     arguments = job.arguments
     with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:
         tokenizer_file = str(Path(folder) / "tokenizer.json")
@@ -171,10 +190,9 @@ def _encode(
         )
         # an error that every worker would raise is raised here, once
         TextEncoder(settings.tokenizer_file, settings.backend, settings.allow_special_tokens)
-        first, last = bytes_of_shard(files, job.shard)
-        with _Bar(last - first, arguments.log_interval) as bar:
+        with _Bar(size, arguments.log_interval) as bar:
             return write_corpus(
-                read_batches(files, arguments.txt_split, keys=arguments.json_keys, shard=job.shard),
+                batches,
                 settings,
                 writers,
                 workers=arguments.workers,

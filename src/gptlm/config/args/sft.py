@@ -29,6 +29,8 @@ class SftArguments:
     eval_dataset_name_or_path: str | None = arg(
         None, "evaluation data; unset: the dev split, else a part of the train split"
     )
+    dataset_config: str | None = arg(None, "configuration of a dataset of the hub; unset: its default")
+    dataset_split: str = arg("train", "split of a dataset of the hub to train on")
     prompt_column: str | None = arg(None, "column with the prompts (texts or messages); goes with response_column")
     response_column: str | None = arg(None, "column with the responses (texts or messages); goes with prompt_column")
     text_column: str | None = arg(None, "column with plain texts, all of which are targets; there are no prompts")

@@ -83,9 +83,27 @@ class DataArguments:
         "folder with token files, one prefix, or 'weight1 prefix1 weight2 prefix2 ...' (required)",
         words=True,
     )
+    train_file: str | None = arg(
+        None,
+        "text to encode and train on, in place of input_dir: file, folder or quoted glob, as input_path of preprocess",
+    )
+    dataset_name: str | None = arg(
+        None, "dataset to encode and train on, in place of input_dir: name on the HuggingFace hub, or local folder"
+    )
+    dataset_config: str | None = arg(None, "dataset_name: configuration; unset: the dataset's default")
+    dataset_split: str = arg("train", "dataset_name: split to encode; train, valid and test samples are parts of it")
+    streaming: bool = arg(False, "dataset_name: read it as a stream, without a copy on disk")
+    text_column: str = arg("text", "train_file, dataset_name: column (JSON key) of the texts")
+    preprocessing_num_workers: int | None = arg(
+        None, "train_file, dataset_name: encoder processes; unset: one per core", ge=1
+    )
     split: str = arg("949,50,1", "ratio of train, valid and test sequences", check=bad_split)
     max_seq_length: int = arg(1024, "sequence length", ge=1, unit="tokens")
-    data_cache: str | None = arg(None, "folder for the sample index; unset: index-cache beside the data")
+    data_cache: str | None = arg(
+        None,
+        "folder for the sample index and for encoded text; unset: the index in index-cache beside the data, text in "
+        "the folder of the datasets library (HF_DATASETS_CACHE), else output_dir",
+    )
     share_folder: bool = arg(False, "nodes share a file system: build the sample index once, not once per node")
     data_order: str = arg("paddlenlp", "library whose sample order is reproduced", choices=DATA_ORDERS)
     document_masking: str = arg(
@@ -97,6 +115,11 @@ class DataArguments:
     eval_iters: int = arg(10, "batches per evaluation, the same ones each time", ge=1)
     test_iters: int | None = arg(None, "batches of the final test; unset: 10 x eval_iters", ge=1)
     max_evaluate_steps: int = arg(-1, "maximum number of batches per evaluation; -1: no limit")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the data is text, not token files."""
+        return bool(self.train_file or self.dataset_name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,12 +178,17 @@ def tokenizer_folder(name: str) -> str:
     return hub_folder((preset.hub_id or GPT2_HUB_ID) if preset else name, weights=False)
 
 
-def _check(run: PretrainRun, tokenizer: PreTrainedTokenizerBase, corpora: list[Corpus]) -> None:
+def check_entries(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises GptlmError if the tokenizer has more entries than the model."""
     if len(tokenizer) > run.shape.vocab_size:
         raise GptlmError(
             f"the tokenizer has {len(tokenizer)} entries, the model's vocabulary {run.shape.vocab_size}; "
             f"use --vocab_size {len(tokenizer)} or the model's own tokenizer"
         )
+
+
+def _check(run: PretrainRun, tokenizer: PreTrainedTokenizerBase, corpora: list[Corpus]) -> None:
+    check_entries(run, tokenizer)
     for corpus in corpora:
         tokens = corpus.tokens
         if len(tokenizer) - 1 > np.iinfo(tokens.tokens.dtype).max:

@@ -93,6 +93,9 @@ def inputs_of(run: Run) -> Iterator[tuple[str, str, Path]]:
         for flag in ("dataset_name_or_path", "eval_dataset_name_or_path"):
             if name := getattr(run.data, flag):
                 yield flag, "data", Path(name)
+    elif isinstance(run, PretrainRun) and not run.data.input_dir:
+        if text := run.data.train_file or run.data.dataset_name:
+            yield "train_file" if run.data.train_file else "dataset_name", "data", Path(text)
     elif isinstance(run, PretrainRun):
         for _, prefix in parse_input(run.data.input_dir or ""):
             yield "input_dir", "data", Path(prefix).parent

@@ -37,6 +37,7 @@ from gptlm.recipes.pretrain.data import (
     samples_per_epoch,
     steps_per_epoch,
 )
+from gptlm.recipes.pretrain.text_source import with_token_files
 from gptlm.training.metrics.results import summary_table
 from gptlm.training.progress import SequentialProgress
 from gptlm.training.trainer import GPTTrainer
@@ -52,6 +53,7 @@ def pretrain(run: PretrainRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     """
     with early_store(run.training.ddp_timeout) as store:
         device, resume = check_run(run, store)
+        run = with_token_files(run)
         corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
         run = with_epochs_counted(run, steps_per_epoch(run, corpora))
         with lock_output(run), close_process_group(run.training.ddp_timeout):

@@ -6,7 +6,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import SftRun
@@ -16,6 +15,7 @@ from gptlm.data.stored_rows import StoredRows
 from gptlm.data.templates import form_of
 from gptlm.ranks import local_rank
 from gptlm.recipes.common.byte_bar import ByteBar
+from gptlm.recipes.common.caches import below_datasets
 from gptlm.recipes.sft.sources import Source
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ def _folders(run: SftRun) -> list[Path]:
     """`--data_cache`, else beside the files that `datasets` keeps, else in the output folder."""
     if run.data.data_cache:
         return [Path(run.data.data_cache)]
-    theirs = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets")  # importing datasets is slow
-    return [theirs.expanduser() / CACHE, Path(run.training.output_dir or "") / CACHE]
+    return below_datasets(CACHE, run.training.output_dir or "")
 
 
 def _encode(run: SftRun, source: Source, settings: RowSettings, path: Path) -> Facts:

@@ -1,27 +1,19 @@
 """Where the examples of a fine-tuning run are: files, folders of them, saved datasets, the HuggingFace hub."""
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptlm.config.run import SftRun
-from gptlm.data.documents import Batch, table_batches
+from gptlm.data.documents import Batch
 from gptlm.data.examples import SUFFIXES, files_in, find_files, record_batches
+from gptlm.data.folder_cache import hashes_of
 from gptlm.data.text_files import COMPRESSED, format_of, is_dataset, list_files, size_of
-from gptlm.errors import GptlmError, reason_of
-from gptlm.model.hub import hub_dataset
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from gptlm.errors import GptlmError
+from gptlm.model.hub_datasets import HubDataset
 
 logger = logging.getLogger(__name__)
-
-HUB_SPLITS = {"train": "train", "dev": "validation"}
-HASHED_ROWS = 1000  # of a dataset per chunk
 
 
 @dataclass(frozen=True)
@@ -47,49 +39,8 @@ class Files:
         return record_batches(self.files)
 
     def content(self) -> list[list[str]]:
-        """Formats and hashes of all bytes. Raises GptlmError if a file cannot be read."""
-        found = []
-        for file in self.files:
-            parts = sorted(part for part in file.iterdir() if part.is_file()) if file.is_dir() else [file]
-            for part in parts:
-                try:
-                    with open(part, "rb") as stream:
-                        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-                except OSError as error:
-                    raise GptlmError(f"cannot read {part}: {reason_of(error)}") from error
-                found.append(["".join(part.suffixes[-2:]) if part is file else part.name, digest])
-        return found
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A dataset of the HuggingFace hub."""
-
-    name: str
-    split: str
-
-    def __str__(self) -> str:
-        return f"hub:{self.name}:{self.split}"
-
-    @cached_property
-    def table(self) -> "Dataset":
-        """Raises GptlmError if it is neither in the cache nor on the hub."""
-        return hub_dataset(self.name, self.split)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the table."""
-        return self.table.data.nbytes
-
-    def batches(self) -> Iterator[Batch]:
-        return table_batches(self.table, f"{self.name} {self.split}", range(len(self.table)), self.size)
-
-    def content(self) -> list[list[str]]:
-        digest = hashlib.sha256(repr(self.table.features).encode())  # batches are serialized without their columns
-        for part in self.table.with_format("arrow").iter(HASHED_ROWS):
-            for batch in part.combine_chunks().to_batches():
-                digest.update(batch.serialize())
-        return [["dataset", digest.hexdigest()]]
+        """See `hashes_of`."""
+        return hashes_of(self.files)
 
 
 Source = Files | HubDataset
@@ -105,7 +56,7 @@ def find_sources(run: SftRun) -> Sources:
     data = run.data
     found: Sources = {}
     if data.dataset_name_or_path is None:
-        found = {split: HubDataset(data.task_name, hub) for split, hub in HUB_SPLITS.items()}
+        found = _hub_splits(run, data.task_name)
     else:
         path = Path(data.dataset_name_or_path)
         if path.is_file() or is_dataset(path):
@@ -118,10 +69,15 @@ def find_sources(run: SftRun) -> Sources:
         elif _is_file_name(path) or path.is_absolute() or str(data.dataset_name_or_path).startswith("."):
             raise GptlmError(f"--dataset_name_or_path {path}: there is no such file or folder")
         else:
-            found = {split: HubDataset(str(path), hub) for split, hub in HUB_SPLITS.items()}
+            found = _hub_splits(run, str(path))
     if data.eval_dataset_name_or_path:
         found["dev"] = _evaluation_files(Path(data.eval_dataset_name_or_path))
     return found
+
+
+def _hub_splits(run: SftRun, name: str) -> Sources:
+    splits = {"train": run.data.dataset_split, "dev": "validation"}
+    return {part: HubDataset(name, split, run.data.dataset_config) for part, split in splits.items()}
 
 
 def _is_file_name(path: Path) -> bool:
