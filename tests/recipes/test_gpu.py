@@ -45,6 +45,13 @@ def losses(tiny_model, corpus_folder, tmp_path, monkeypatch):
     return run
 
 
+def test_a_profile_has_the_kernels_of_replayed_graphs(losses, tmp_path):
+    losses("profiled", "--bf16", "--fp16_opt_level", "O2", "--profile", "2")
+    trace = json.loads((tmp_path / "profiled" / "profile" / "steps-4-5.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "kernel" for event in trace) > 10
+    assert "CUDA" in (tmp_path / "profiled" / "profile" / "steps-4-5.txt").read_text()
+
+
 def test_precisions_agree(losses):
     wanted = [entry["loss"] for entry in losses("cpu", "--device", "cpu")]
     full = losses("fp32")

@@ -21,7 +21,7 @@ from gptlm.model.presets import Shape
 from gptlm.parallel.dims import ParallelDims
 
 TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
-ONE_START = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel")
+ONE_START = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel", "profile")
 
 
 @dataclass(frozen=True, kw_only=True)

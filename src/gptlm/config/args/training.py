@@ -260,5 +260,12 @@ class TrainingArguments:
     run_name: str | None = arg(None, "run name in wandb")
     disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar if stderr is a terminal")
     skip_memory_metrics: bool = arg(True, "false: add memory usage to the log lines")
+    profile: int | None = arg(
+        None,
+        "torch.profiler: write a trace and a table of this many steps, after 3 of warm-up, to output_dir/profile",
+        ge=1,
+        le=100,
+        unit="steps",
+    )
     dataloader_num_workers: int = arg(0, "worker processes that load samples", ge=0)
     ddp_timeout: int = arg(1800, "timeout of collective operations", ge=1, le=LONGEST_WAIT, unit="seconds")

@@ -35,6 +35,7 @@ from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.common.model import log_weights_source
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
+from gptlm.recipes.common.profiling import check_profile, profiled
 from gptlm.recipes.common.resume import (
     check_output,
     check_shape,
@@ -112,6 +113,7 @@ def check_run(
 
 def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) -> Job:
     """Join the process group of a launcher."""
+    check_profile(run, resume)
     deepspeed = deepspeed_config(run, device)
     if deepspeed is not None and is_complete(run, resume) and stage_of(deepspeed) < 3:
         deepspeed = None  # DeepSpeed evaluates without an optimizer in stage 3 only
@@ -269,7 +271,7 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
-        with held():  # not between the last step and the final model
+        with profiled(run, trainer), held():  # not between the last step and the final model
             result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
             trainer.checkpointer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
