@@ -11,14 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import ModuleType
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gptlm.commands.predict import parse_predict
+from gptlm.data.templates import plain_template
 from gptlm.inference.generation import stream_decoder
 from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.serve import LONGEST_PROMPT, _Writer
@@ -84,8 +86,6 @@ def shown(tab, wanted, seconds=30):
 
 def stock_text(folder, **options):
     """What stock code adds to PROMPT: 30 tokens, ids that are no tokens left out."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     known = len(tokenizer)
@@ -166,7 +166,7 @@ def writer(folder):
 
 
 def test_an_abandoned_request_stops_and_the_next_one_is_answered(writer, caplog):
-    whole = list(writer.write(PROMPT, *CONTROLS))[-1]
+    whole = list(writer.write(PROMPT, *CONTROLS))[-1][0]
     steps = []
     decode = writer.decoder.decode
 
@@ -181,7 +181,7 @@ def test_an_abandoned_request_stops_and_the_next_one_is_answered(writer, caplog)
     with caplog.at_level(logging.INFO):
         request.close()
     assert len(steps) == 1 and "a request was abandoned after" in caplog.text
-    assert list(writer.write(PROMPT, *CONTROLS))[-1] == whole
+    assert list(writer.write(PROMPT, *CONTROLS))[-1][0] == whole
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,46 @@ def test_a_long_prompt_is_refused_before_it_is_tokenized(writer):
     writer.tokenizer = None
     with pytest.raises(ShownError, match="the prompt has 100,001 characters, at most 100,000 are read"):
         next(writer.write("a" * (LONGEST_PROMPT + 1), *CONTROLS))
+
+
+@pytest.fixture
+def chatting(writer):
+    """The writer, with a thread as its main one."""
+    threading.Thread(target=writer.main.run, daemon=True).start()
+    return writer
+
+
+def test_a_conversation_is_that_of_stock_transformers(chatting, folder):
+    """Each answer follows the turns before it under plain headings, of which the tokenizer has no template."""
+    first = list(chatting.chat([], PROMPT, *CONTROLS))
+    messages, shown, box, speed = first[-1]
+    said = messages[-1]["content"]
+    assert messages == shown == [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": said}]
+    assert box == "" and re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s", speed) and len(first) > 5
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = plain_template("messages")
+    ids = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    stock = GPT2LMHeadModel.from_pretrained(folder)
+    known = list(range(len(tokenizer), 500))
+    new = 63 - ids.shape[1]
+    settings = {"max_new_tokens": min(20, new), "pad_token_id": 0, "suppress_tokens": known}
+    out = stock.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :]
+    assert tokenizer.decode(out, skip_special_tokens=True).rstrip("\ufffd") == said
+    again = list(chatting.chat(messages, "the", *CONTROLS))[-1][0]
+    assert again[:2] == messages and again[2] == {"role": "user", "content": "the"}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("a\ud800", "the message"),
+        ("a" * (LONGEST_PROMPT + 1), "the message has 100,001 characters"),
+        ("cat " * 99, "the model 64 positions"),
+    ],
+)
+def test_errors_of_a_conversation_are_sentences_for_the_page(chatting, message, says):
+    with pytest.raises(ShownError, match=says):
+        list(chatting.chat([], message, *CONTROLS))
 
 
 def test_only_own_requests_are_answered(page):
