@@ -23,6 +23,7 @@ from gptlm.commands.plan import parse_plan
 from gptlm.commands.predict import parse_predict
 from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.report import parse_report
 from gptlm.commands.serve import parse_serve
 from gptlm.commands.sft import parse_sft
 from gptlm.commands.tokenizer import parse_tokenizer
@@ -102,6 +103,7 @@ PARSERS = {
     "evaluate": lambda words, _: parse(EVALUATE, words),  # parse_evaluate reads the model's config
     "data": lambda words, _: DATA_TOOLS[words[0]][2](words[1:]),
     "plan": lambda words, _: parse_plan(words),
+    "report": lambda words, _: parse_report(words),
     "launch": lambda words, _: parse_launch(words, is_own=lambda address: False),
 }
 SCRIPTS = {command.script: name for name, command in COMMANDS.items()}

@@ -26,6 +26,7 @@ from gptlm.commands.plan import PLAN, parse_plan, with_layout
 from gptlm.commands.predict import PREDICT, parse_predict, resolve_predict
 from gptlm.commands.preprocess import PREPROCESS, parse_preprocess
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
+from gptlm.commands.report import REPORT, parse_report
 from gptlm.commands.serve import SERVE, parse_serve
 from gptlm.commands.sft import SFT, parse_sft
 from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
@@ -201,6 +202,13 @@ def evaluate(argv: Sequence[str]) -> None:
     recipe(arguments, notes)
 
 
+def report(argv: Sequence[str]) -> None:
+    arguments = parse_report(argv)
+    from gptlm.recipes.report.run import report as recipe
+
+    recipe(arguments)
+
+
 def demo(argv: Sequence[str]) -> None:
     arguments = parse_demo(argv)
     with logged_in(arguments.output_dir):
@@ -350,6 +358,7 @@ COMMANDS = {
     "chat": Command(chat, "Talk to a model in the terminal.", "chat.py", CHAT),
     "serve": Command(serve, "Serve a model to clients of OpenAI's API.", "serve.py", SERVE),
     "evaluate": Command(evaluate, "Accuracy and perplexity of a model.", "evaluate.py", EVALUATE, EVALUATE_HELP),
+    "report": Command(report, "Draw the curves and the data of training runs as a page.", "report.py", REPORT),
     "data": Command(data, "Inspect token files: " + ", ".join(DATA_TOOLS) + ".", "data_tools.py", Vocabulary(())),
     "plan": Command(plan, "Find parallel layouts for a number of GPUs.", "plan.py", PLAN),
     "launch": Command(launch, "Start a script on all GPUs of one or several nodes.", "launch.py", LAUNCH, LAUNCH_HELP),

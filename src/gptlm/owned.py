@@ -45,11 +45,15 @@ MODEL = (
     rf"|model-\d{{5}}-of-\d{{5}}\.safetensors|{TOKENIZER}"
 )
 TOKENIZER_FILE, MODEL_FILE = re.compile(TOKENIZER), re.compile(MODEL)
-RUN_FILES = re.compile(  # a run writes them under these names only
+EARLIER_RUN_FILES = (
     rf"run\.json|trainer_state\.json|results_of\.json|(train|eval|test|all)_results\.json|(merged/)?({MODEL})"
 )
+RUN_LOG, REPORT = "run_log.jsonl", "report.html"
+RUN_FILES = re.compile(  # a run writes them under these names only
+    rf"{EARLIER_RUN_FILES}|run_log\.jsonl|report\.html"
+)
 EARLIER_FILES = re.compile(
-    rf"{RUN_FILES.pattern}|training_args\.bin|rng_state.*\.pth|(train|eval|test|all)_results-\d+\.json"
+    rf"{EARLIER_RUN_FILES}|training_args\.bin|rng_state.*\.pth|(train|eval|test|all)_results-\d+\.json"
     r"|gptlm-error-\d+\.log|\.checkpoint-\d+\.incomplete/"
     r"|runs/.*(events\.out\.tfevents\.|vdlrecords\.).*|predictions(-\d+)?/\w+-step-\d+\.jsonl"
 )

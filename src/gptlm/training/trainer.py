@@ -390,6 +390,8 @@ class GPTTrainer(Trainer):
         grad_norm = logs.pop("grad_norm", None)
         shown = self.run_log.fields(self, logs) | self.metrics.log_fields(logs)
         noted = shown if grad_norm is None else {**shown, "grad_norm": grad_norm}
+        if "loss" in logs:
+            noted = noted | self.run_log.unprinted(self, shown)
         self.state.log_history.append({**noted, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, noted)
         self.run_log.print(self, shown, logs.get("loss"), grad_norm)

@@ -46,6 +46,8 @@ from gptlm.recipes.common.resume import (
     settings,
 )
 from gptlm.recipes.common.training_args import hf_arguments, tracker_callbacks
+from gptlm.recipes.report.recording import Recorder
+from gptlm.recipes.report.write import report_training
 from gptlm.signals import held
 from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
@@ -136,6 +138,7 @@ def build_trainer(
     order: dict[str, Any],
     data_settings: dict[str, Any],
     flops: dict[str, float | None] | None = None,
+    data_table: list[dict[str, Any]] | None = None,
     **given: Any,
 ) -> GPTTrainer:
     """The trainer with the parts that the flags ask for.
@@ -145,6 +148,7 @@ def build_trainer(
         order: what fixes the sample order, noted in each checkpoint.
         data_settings: other settings of the data that change the updates to come, noted too.
         flops: arguments of `RunLog` about the operations of a sample.
+        data_table: rows about the data for the report: column -> value.
         given: data, metrics, progress and schedule of the recipe.
     """
     training = run.training
@@ -158,6 +162,7 @@ def build_trainer(
         args=job.arguments,
         callbacks=[
             *tracker_callbacks(run, Path(training.output_dir or "")),
+            Recorder(run, data_table or []),
             *filter(None, [job.heartbeat]),
             *hooks.callbacks,
         ],
@@ -356,6 +361,7 @@ def finish(run: Run, trainer: GPTTrainer, metrics: dict[str, float]) -> None:
         folder = Path(trainer.args.output_dir or "")
         owned.note(folder, [checkpoint.HISTORY], owned.RUN)
         trainer.state.save_to_json(str(folder / checkpoint.HISTORY))
+        report_training(folder)
     if "train_runtime" in metrics:
         speed = trainer.trained.tokens / max(metrics["train_runtime"], 1e-9)
         logger.info("Effective Tokens per second: %.2f", speed)

@@ -246,21 +246,45 @@ def log_blend(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDatas
     """
     if dataset is None:
         return
-    drawn = run.batch.total * run.training.max_steps
-    present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count("train") > 0]
-    counts = (
-        np.bincount(dataset.parts[:drawn], minlength=len(present)) if isinstance(dataset, BlendedDataset) else [drawn]
-    )
-    width = max(len(corpus.tokens.prefix) for corpus in present)
+    drawn = _drawn(run, corpora, dataset)
+    width = max(len(corpus.tokens.prefix) for corpus, _, _ in drawn)
     logger.info("%s", f"{'training data':<{width}} {'weight':>8} {'tokens':>18} {'samples':>15} {'epochs':>9}")
-    for corpus, count in zip(present, counts, strict=True):
+    for corpus, count, epochs in drawn:
         tokens = corpus.token_count("train")
-        epochs = int(count) * run.data.max_seq_length / tokens
-        row = f"{corpus.tokens.prefix:<{width}} {corpus.weight:>8.3g} {tokens:>18,} {int(count):>15,} {epochs:>9.2f}"
+        row = f"{corpus.tokens.prefix:<{width}} {corpus.weight:>8.3g} {tokens:>18,} {count:>15,} {epochs:>9.2f}"
         if epochs > EPOCHS_WARNING:
             logger.warning("%s, more than %d epochs: consider fewer steps or more text", row, EPOCHS_WARNING)
         else:
             logger.info("%s", row)
+
+
+def _drawn(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset) -> list[tuple[Corpus, int, float]]:
+    """The corpora that the run trains on, the samples that it draws from each, and the passes over it that they are."""
+    samples = run.batch.total * run.training.max_steps
+    present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count("train") > 0]
+    counts = [samples]
+    if isinstance(dataset, BlendedDataset):
+        counts = np.bincount(dataset.parts[:samples], minlength=len(present)).tolist()
+    return [
+        (corpus, count, count * run.data.max_seq_length / corpus.token_count("train"))
+        for corpus, count in zip(present, counts, strict=True)
+    ]
+
+
+def data_table(
+    run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset | None
+) -> list[dict[str, str | int | float]]:
+    """A row for each corpus: its splits, and with training data `dataset` what the run draws from it."""
+    drawn = {id(corpus): found for corpus, *found in (_drawn(run, corpora, dataset) if dataset is not None else ())}
+    table = []
+    for corpus in corpora:
+        row: dict[str, str | int | float] = {"corpus": corpus.tokens.prefix, "weight": round(corpus.weight, 6)}
+        for split in SPLITS:
+            first, last = corpus.sequences(split)
+            row |= {f"{split} sequences": last - first, f"{split} tokens": corpus.token_count(split)}
+        samples, epochs = drawn.get(id(corpus), (0, 0.0))
+        table.append(row | {"samples drawn": samples, "epochs": round(epochs, 3)})
+    return table
 
 
 def _refuse_empty(run: PretrainRun, corpora: list[Corpus]) -> None:

@@ -26,6 +26,7 @@ from gptlm.recipes.common.training import (
 from gptlm.recipes.pretrain.data import (
     build_datasets,
     collator,
+    data_table,
     evaluated_samples,
     evaluation_samples,
     loader_samples,
@@ -92,6 +93,7 @@ def _run(
         order=order_manifest(run, datasets["train"]),
         data_settings={"document_masking": data.document_masking, "eod_mask_loss": data.eod_mask_loss},
         flops={"flops_per_sample": _flops(run), "utilisation": _utilisation(run, device)},
+        data_table=data_table(run, corpora, datasets["train"]),
         train_dataset=train_dataset,
         eval_dataset=evaluation_samples(run, job.mesh, datasets["valid"], evaluated_samples(run, corpora, "valid")),
         data_collator=collator(run),

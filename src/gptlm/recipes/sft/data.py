@@ -69,12 +69,14 @@ class SftData:
 
     Attributes:
         digest: of the rows and their order in `train`.
+        sources: where the examples for training and for evaluation were read from.
     """
 
     train: Samples
     dev: Samples
     prompts: list[Prompt]
     digest: str
+    sources: tuple[str, str] = ("", "")
 
     @property
     def end_ids(self) -> int | list[int] | None:
@@ -122,7 +124,23 @@ def load_data(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase)
     limit = run.data.generate_num if run.data.generate_num >= 0 else None
     prompts = list(islice((prompt for number in dev_rows for prompt in _prompts(dev.rows[int(number)])), limit))
     samples = _samples(run, train, train_rows)
-    return SftData(samples, _samples(run, dev, dev_rows), prompts, samples.digest())
+    sources_read = (train.source, dev.source)
+    return SftData(samples, _samples(run, dev, dev_rows), prompts, samples.digest(), sources_read)
+
+
+def data_table(data: SftData) -> list[dict[str, str | int]]:
+    """A row for the examples of training, and one for those of evaluation."""
+    parts = zip(("train", "evaluation"), data.sources, (data.train, data.dev), strict=True)
+    return [
+        {
+            "split": name,
+            "source": source,
+            "examples": part.examples,
+            "samples": len(part),
+            "tokens": int(part.sums(part.rows.lengths - 1).sum()) if len(part) else 0,
+        }
+        for name, source, part in parts
+    ]
 
 
 def _samples(run: SftRun, part: Part, rows: np.ndarray) -> Samples:

@@ -34,6 +34,7 @@ class RunLog:
     ):
         self.format, self._is_title_due = FORMATS[log_format], True
         self.process_memory, self.flops_per_sample, self.utilisation = process_memory, flops_per_sample, utilisation
+        self.skipped = 0  # steps without an update between the last two lines
         self.evaluated_batches = 0  # of the last evaluation, per process
 
     def start_clock(self, world: int) -> Throughput:
@@ -48,6 +49,9 @@ class RunLog:
             shown = {key: value for key, value in logs.items() if not key.endswith(HIDDEN)}
             return shown | {"progress_or_epoch": round(progress, 4)}
         has_gpu = trainer.args.device.type == "cuda"
+        scale = trainer.loss_scale
+        if scale:
+            self.skipped, scale.skipped = scale.skipped, 0
         shown = train_fields(
             logs["loss"],
             trainer.learning_rate,
@@ -58,6 +62,18 @@ class RunLog:
             process=process_fields(gpu=has_gpu) if self.process_memory else {},
         )
         return shown | {key: value for key, value in logs.items() if key not in shown}  # fields of the caller's own
+
+    def unprinted(self, trainer: Any, shown: dict[str, float]) -> dict[str, float]:
+        """Fields of a training line that are noted beside those `shown`: what plots of a run need.
+
+        `skipped_steps` are those without an update since the last line, because of an overflow.
+        """
+        scale = trainer.loss_scale
+        memory = {} if trainer.args.device.type == "cuda" else process_fields(gpu=False)
+        found = {"consumed_tokens": trainer.consumed.tokens, **memory}
+        if scale:
+            found |= {"loss_scale": scale.value, "skipped_steps": self.skipped}
+        return {key: value for key, value in found.items() if key not in shown}
 
     def print(self, trainer: Any, shown: dict[str, float], loss: float | None, grad_norm: float | None) -> None:
         """Print `shown` in the chosen format; `loss` is that of a training line."""
@@ -82,7 +98,7 @@ class RunLog:
             learning_rate=trainer.learning_rate,
             gradient_norm=grad_norm,
             loss_scale=scale.value if scale else None,
-            skipped=scale.skipped if scale else 0,
+            skipped=self.skipped,
             seconds=self.throughput.seconds,
             reading=self.throughput.reading,
             batch=trainer.samples_per_step,
@@ -94,8 +110,6 @@ class RunLog:
             world=trainer.args.world_size,
             flops=samples * self.flops_per_sample,
         )
-        if scale:
-            scale.skipped = 0
         logger.info(line(step), extra={"head": self.format.head}, stacklevel=CALLER)
 
     def _print_evaluation(self, line: Callable[[Evaluation], str], step: int, shown: dict[str, float]) -> None:
