@@ -688,7 +688,9 @@ def test_adapters_to_start_from_bring_their_rank_scale_and_places(tune, model, t
             parse_sft([*words, "--model_name_or_path", str(tmp_path / name)], {})
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(settings | {"use_rslora": True}))
-    with pytest.raises(UsageError, match="its adapters have use_rslora = True"):
+    assert parse_sft([*words, "--model_name_or_path", str(model)], {}).lora.use_rslora
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(settings | {"lora_bias": True}))
+    with pytest.raises(UsageError, match="its adapters have lora_bias = True"):
         parse_sft([*words, "--model_name_or_path", str(model)], {})
 
 

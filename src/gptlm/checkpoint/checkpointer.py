@@ -239,7 +239,7 @@ class Checkpointer:
                 parameter.copy_(local_shard(self.mesh, name, get(checkpoint_name(name))))
 
     def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
-        return StoredAdapters(folder) if self.has_adapters else StoredWeights(str(folder))
+        return StoredAdapters(folder, self.model) if self.has_adapters else StoredWeights(str(folder))
 
     # Random numbers ---------------------------------------------------------------------------------------------
 

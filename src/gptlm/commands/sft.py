@@ -7,11 +7,11 @@ from gptlm.checkpoint.task import SFT as WHOLE
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
+from gptlm.config.adapters import derive_adapters
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_actions, derive_evaluations, derive_world
 from gptlm.config.fine_tuning import (
-    derive_adapters,
     derive_fine_tuning,
     derive_lengths,
     find_start,
@@ -42,7 +42,7 @@ SFT = Vocabulary(
     renamed=paddlenlp.PRETRAIN_RENAMED | transformers.SFT_RENAMED | paddlenlp.SFT_RENAMED,
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.SFT_REFUSED | paddlenlp.SFT_REFUSED,
-    settings=transformers.SFT_SETTINGS,
+    settings=transformers.SFT_SETTINGS | paddlenlp.SFT_SETTINGS,
     defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
     fixed=FIXED,
 )

@@ -115,9 +115,11 @@ SFT_RENAMED = {
     "max_source_length": "src_length",
     "max_target_length": "tgt_length",
     "lora_r": "lora_rank",
+    "rslora": "use_rslora",
     "intokens": "zero_padding",
     "packing": "zero_padding",
 }
+SFT_SETTINGS = {"pissa": {"true": "--init_lora_weights pissa", "false": ""}}
 SFT_IGNORED = {
     "benchmark": "there is no benchmark mode",
     "save_generation_output": "generated texts are always written to output_dir/predictions",
@@ -144,8 +146,6 @@ MERGE_IGNORED = {
 }
 SFT_REFUSED = {
     "prefix_tuning": (OFF, "prefix tuning is not implemented; use --lora"),
-    "pissa": (OFF, "PiSSA is not implemented; use --lora"),
-    "rslora": (OFF, "rank-stabilised LoRA is not implemented; set --lora_alpha"),
     "lora_plus_scale": ((*OFF_DEGREE, "1.0"), "LoRA+ is not implemented; use --lora"),
     "lokr": (OFF, "LoKr is not implemented; use --lora"),
     "vera": (OFF, "VeRA is not implemented; use --lora"),

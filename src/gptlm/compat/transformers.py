@@ -204,6 +204,7 @@ SFT_RENAMED = {
     "train_dataset": "dataset_name_or_path",
     "validation_file": "eval_dataset_name_or_path",
     "use_peft": "lora",
+    "lora_modules_to_save": "modules_to_save",
     "dataset_num_proc": "preprocessing_num_workers",
     "predict_with_generate": "eval_with_do_generation",
     **dict.fromkeys(("eval_split_ratio", "test_size"), "val_size"),
@@ -235,10 +236,7 @@ SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "generation_max_length": (EMPTY, "give --tgt_length, the number of new tokens"),
     "generation_num_beams": (("", "1", "none"), "evaluation uses greedy search"),
     "lora_task_type": (("", "causal_lm"), "a GPT is a causal language model"),
-    "lora_modules_to_save": (EMPTY, "only adapters are trained; --additional_special_tokens also saves the new rows"),
     "lora_target_parameters": (EMPTY, "give --lora_target_modules"),
-    "use_rslora": (OFF, "rank-stabilised LoRA is not implemented; set --lora_alpha"),
-    "use_dora": (OFF, "DoRA is not implemented; use --lora"),
     "load_in_8bit": (OFF, QUANTIZED),
     "load_in_4bit": (OFF, QUANTIZED),
 }

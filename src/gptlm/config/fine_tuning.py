@@ -3,19 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from gptlm.config.adapters import LORA_ONLY, adapter_problems
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.model_size import ModelSource, find_model
-from gptlm.config.origin import Origin, Source, derived
+from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed, shown
 from gptlm.config.problem import Problem
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.json_text import parse_json
-from gptlm.model.adapter_files import check_fit, is_adapter, read_adapter_config
-from gptlm.model.files import ADAPTER_CONFIG, has_weights
-from gptlm.model.presets import Shape
+from gptlm.model.adapter_files import is_adapter, read_adapter_config
+from gptlm.model.files import has_weights
 
 RUN_FILE = "run.json"
 MANIFEST = "manifest.json"  # only whole checkpoints have one
@@ -23,16 +22,6 @@ TRAINED = derived("the model in output_dir")
 LESS_IS_BETTER = ("loss", "ppl")
 MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
 GENERATED = ("bleu4", "rouge1", "rouge2", "rougel")
-LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights")
-PLAIN = {  # keys of PEFT's configuration -> their values in adapters like those trained here
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None,),
-    "modules_to_save": (None,),
-}
 
 
 def take_trained(parsed: Parsed) -> None:
@@ -118,46 +107,6 @@ def derive_lengths(parsed: Parsed, positions: int) -> None:
         parsed.put(replace(data, max_length=length), source)
 
 
-def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Problem]:
-    """Rank, scale and modules of the adapters in lora_path; returns the arguments that contradict them."""
-    lora = parsed[LoraArguments]
-    if not lora.lora_path:
-        return []
-    folder = Path(lora.lora_path)
-    if not lora.lora:
-        lora = parsed.put(replace(lora, lora=True), derived("lora_path"))
-        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, {named('lora')} is on")
-    if printing and not folder.is_dir():
-        parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
-        return []
-    settings = read_adapter_config(folder)
-    check_fit(folder, shape)
-    odd = [key for key, plain in PLAIN.items() if settings.get(key) not in plain]
-    if odd or not isinstance(settings.get("target_modules"), list):
-        key = (odd or ["target_modules"])[0]
-        return [
-            Problem(
-                "lora_path",
-                f"{folder}: its adapters have {key} = {settings.get(key)!r}, which fine-tuning here cannot resume; "
-                "merge them with scripts/merge_lora.py and start from the merged model",
-            )
-        ]
-    stored: dict[str, Any] = {
-        "lora_rank": settings["r"],
-        "lora_alpha": float(settings["lora_alpha"]),
-        "lora_target_modules": sorted(settings["target_modules"]),
-    }
-    problems = []
-    for flag, value in stored.items():
-        given = parsed.value(flag)
-        if parsed.is_default(flag):
-            parsed.set(flag, value, Source(Origin.MODEL, str(folder / ADAPTER_CONFIG)))
-        elif (sorted(given) if isinstance(value, list) else given) != value:
-            own, other = ((shown(v) if isinstance(v, list) else f"{v:g}") for v in (value, given))
-            problems.append(Problem(flag, f"{other}: the adapters in {folder} have {own}; leave the flag out"))
-    return problems
-
-
 def derive_fine_tuning(parsed: Parsed) -> None:
     """Scale of the adapters, lowest learning rate and direction of the metric; flags without effect are logged."""
     model, data, training = parsed[ModelArguments], parsed[SftArguments], parsed[TrainingArguments]
@@ -188,7 +137,7 @@ def derive_fine_tuning(parsed: Parsed) -> None:
 
 def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator[Problem]:
     """What can be wrong with fine-tuning alone."""
-    model, data, lora = parsed[ModelArguments], parsed[SftArguments], parsed[LoraArguments]
+    model, data = parsed[ModelArguments], parsed[SftArguments]
     training = parsed[TrainingArguments]
     if training.do_predict and not (training.do_train or training.do_eval):
         yield Problem("do_predict", f"alone: fine-tuning data has no test split; use {named('do_eval')}")
@@ -202,23 +151,7 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
     for token in data.additional_special_tokens:
         if not token.strip() or token.startswith('["'):
             yield Problem("additional_special_tokens", f"{token!r} is not a token; separate tokens with blanks")
-    if lora.merge_weights and lora.lora and not training.do_train:
-        output = training.output_dir or "OUTPUT_DIR"
-        yield Problem(
-            "merge_weights",
-            f"merges the adapters that a run trains, this one trains none: add {named('do_train')}, or merge those "
-            f"in {output} with scripts/merge_lora.py --lora_path {output} --output_path {output}/merged",
-        )
-    width = source.shape.hidden_size if source and source.shape else 0
-    if width and lora.lora and lora.lora_rank > width:
-        yield Problem("lora_rank", f"{lora.lora_rank}: the matrices have rank {width}; give less")
-    unknown = [name for name in lora.lora_target_modules if name not in ("c_attn", "c_proj", "c_fc")]
-    if unknown or not lora.lora_target_modules:
-        yield Problem(
-            "lora_target_modules", f"{shown(lora.lora_target_modules)}: expected some of c_attn, c_proj, c_fc"
-        )
-    if training.fp8 and lora.lora:
-        yield Problem("fp8", f"does not work with {named('lora')}: adapters are small, and so are their products")
+    yield from adapter_problems(parsed, source.shape if source else None)
     if parsed[ParallelArguments].auto_parallel:
         yield Problem(
             "auto_parallel", "chooses layouts of pretraining; fine-tuning is data-parallel only, leave it out"

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.errors import GptlmError, named
-from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, has_weights, read_json
+from gptlm.model.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    GENERATION_CONFIG,
+    PEFT_PREFIX,
+    has_weights,
+    read_json,
+)
 from gptlm.model.presets import Shape
 from gptlm.model.safetensors_io import tensor_shapes
 
@@ -87,6 +94,12 @@ def check_fit(folder: Path, shape: Shape) -> None:
                 f"the adapters in {folder} are of another model: {name} is {sizes}, this model is {shape.hidden_size} "
                 "wide"
             )
+
+
+def matrices_in(folder: Path) -> list[str]:
+    """The names of the matrices that have adapters in `folder`, in a model of the network."""
+    names = (name for name in check_tensors(folder) if LORA_A.search(name))
+    return sorted(name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight") for name in names)
 
 
 def read_eos_token_id(folder: Path) -> int | list[int] | None:

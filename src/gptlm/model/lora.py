@@ -4,6 +4,7 @@ Folders are exchangeable with plain PEFT on stock GPT-2. The adapters' matrices 
 (in, out) and our `nn.Linear` (out, in). Only PEFT's switch `fan_in_fan_out` differs: true in files, false in memory.
 """
 
+import copy
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from transformers import GenerationConfig
 
 from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
 from gptlm.model.adapter_files import read_adapter_config
+from gptlm.model.adapter_initial import INITIAL, converted, initial_half, initial_values, take_from_base, trained_half
+from gptlm.model.adapter_initial import whole as with_initial_values
+from gptlm.model.adapter_kinds import EMBEDDINGS, PLAIN, AdapterKind
 from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.pretrained import load_pretrained
@@ -47,8 +51,10 @@ def add_adapters(
     base: str,
     new_tokens: Sequence[int] = (),
     base_fingerprint: str | None = None,
+    kind: AdapterKind = PLAIN,
+    initial: Path | None = None,
 ) -> "PeftModel":
-    """`model` with new adapters as its only trainable parameters. B starts at zero, so the output does not change.
+    """`model` with new adapters as its only trainable parameters. They do not change its output.
 
     Args:
         alpha: adapters are scaled by alpha / rank.
@@ -56,10 +62,13 @@ def add_adapters(
         base: folder or hub name of the base model, for the saved configuration.
         new_tokens: rows of the embedding that are trained and saved as well.
         base_fingerprint: of the base model's weights (see `fingerprint_of`), for the saved file.
+        initial: a checkpoint, whose adapters began with the part of the base weights that is moved into these.
     """
     from peft import LoraConfig, get_peft_model
 
+    settings = kind.settings() | ({"init_lora_weights": True} if initial else {})
     config = LoraConfig(
+        **settings,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=rank,
@@ -69,36 +78,54 @@ def add_adapters(
         trainable_token_indices={"wte": list(new_tokens)} if new_tokens else None,
     )
     # PEFT warns about a name that changes in transformers 6, and about a `base` that differs from where it loaded from.
-    with warnings_ignored(FutureWarning), warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"):
+    # And about the conversion of PiSSA with rsLoRA and patterns, which it cannot do (see adapter_initial.py).
+    with (
+        warnings_ignored(FutureWarning),
+        warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"),
+        warnings_ignored(message="Using Rank-Stabilized LoRA with rank_pattern"),
+        warnings_ignored(message="Model has `tie_word_embeddings=True` and a tied layer"),
+    ):
         adapted: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     adapted.peft_config[ADAPTER].base_model_name_or_path = base  # PEFT has replaced it by the folder of the weights
     if new_tokens:
         keep_trained_rows(adapted, ADAPTER)
     adapted.base_fingerprint = base_fingerprint
+    adapted.initial_values = {}
+    if kind.changes_base:
+        adapted.initial_values = initial_values(adapted)
+        if initial is not None:
+            stored = StoredAdapters(initial)
+            adapted.initial_values = {name: initial_half(name, stored.get(name)) for name in adapted.initial_values}
+            take_from_base(adapted, adapted.initial_values, ADAPTER)
     return adapted
 
 
 class StoredAdapters:
     """The adapters in a folder, read one at a time by parameter name.
 
+    Args:
+        model: the model that they are read for; None, or one whose base weights are unchanged, takes them as they are.
+
     Raises:
         GptlmError: if the file is missing or damaged, or lacks a parameter.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, model: Any = None):
+        self.folder, self.halved = folder, bool(getattr(model, "initial_values", None))
         self.tensors = LazyTensors([folder / ADAPTER_WEIGHTS])
 
     def get(self, name: str) -> Tensor:
         key = file_name(name)
         if key not in self.tensors:
             raise GptlmError(f"the adapters in {self.folder} lack {key}: they have other targets or tokens")
-        return self.tensors[key]
+        return trained_half(name, self.tensors[key]) if self.halved else self.tensors[key]
 
 
 def file_name(parameter: str) -> str:
     """The name of a parameter in the file: PEFT omits the name of the adapter there."""
-    return parameter.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
+    name = parameter.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+    # DoRA's magnitude vectors have no ".weight" in the file
+    return name.removesuffix(f".{ADAPTER}").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 @torch.no_grad()
@@ -143,10 +170,8 @@ def merge_adapters(model: GPTLMHeadModel, folder: Path, entries: int | None = No
             raise
         raise GptlmError(f"the adapters in {folder} do not fit the model: {reason_of(error)}") from error
     names = LazyTensors([folder / ADAPTER_WEIGHTS]).keys()
-    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
-    found = [file_name(name) for name, _ in adapted.named_parameters() if any(part in name for part in parts)]
-    # DoRA's magnitude vectors have no ".weight" in the file.
-    wanted = [name.removesuffix(".weight") if "magnitude" in name else name for name in found]
+    parts = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
+    wanted = [file_name(name) for name, _ in adapted.named_parameters() if any(part in name for part in parts)]
     missing = [name for name in wanted if name not in names]
     if missing:  # PEFT leaves these at their initial values, where they have no effect
         raise GptlmError(f"the adapters in {folder} lack {len(missing)} tensors (first: {missing[0]}); were they cut?")
@@ -159,18 +184,23 @@ def save_adapters(model: "PeftModel", weights: dict[str, Tensor], folder: Path) 
 
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
-    fingerprint = getattr(model, "base_fingerprint", None)
+    state = {name: value for name, value in state.items() if ".modules_to_save." not in name}  # biases, a second time
+    fingerprint, initial = getattr(model, "base_fingerprint", None), getattr(model, "initial_values", None)
     metadata = {"format": "pt"} | ({FINGERPRINT: fingerprint} if fingerprint else {})
+    config: Any = copy.deepcopy(model.peft_config[ADAPTER])
+    if initial:
+        state = with_initial_values(state, {file_name(name): value for name, value in initial.items()})
+        metadata[INITIAL] = "second half"
+        for key, value in converted(config.to_dict()).items():
+            setattr(config, key, value)
     save_tensors(folder / ADAPTER_WEIGHTS, state, metadata)
-    config: Any = model.peft_config[ADAPTER]
-    trained, config.inference_mode = config.inference_mode, True
-    config.fan_in_fan_out = True
+    config.inference_mode = config.fan_in_fan_out = True
     config.save_pretrained(str(folder))
-    config.inference_mode, config.fan_in_fan_out = trained, False
     network: Any = model.get_base_model()
     # PEFT's folders have no generation configuration; ours say which ids end a response.
     GenerationConfig(eos_token_id=network.generation_config.eos_token_id).save_pretrained(folder)
-    entries = network.config.vocab_size if config.trainable_token_indices else None
+    has_rows = config.trainable_token_indices or {*EMBEDDINGS} & {*(config.modules_to_save or ())}
+    entries = network.config.vocab_size if has_rows else None
     write_card(folder, str(config.base_model_name_or_path), entries)
 
 

@@ -1,8 +1,11 @@
 """Arguments of fine-tuning that pretraining does not have."""
 
+import json
 from dataclasses import dataclass
 
 from gptlm.config.field import LARGEST, arg
+from gptlm.json_text import parse_json
+from gptlm.model.adapter_kinds import BIASES, AdapterKind
 
 LESS_IS_BETTER = ("loss", "ppl")
 MORE_IS_BETTER = ("accuracy", "bleu4", "rouge1", "rouge2", "rougel")
@@ -87,6 +90,30 @@ class SftArguments:
     metric_level: str = arg("word", "unit of BLEU and ROUGE", choices=METRIC_LEVELS)
 
 
+def _wrong_numbers(text: str, kinds: tuple[type, ...]) -> str | None:
+    """What is wrong with `text` as a JSON object of positive numbers, or None."""
+    try:
+        numbers = parse_json(text)
+    except ValueError as error:
+        return f"{text!r} is not JSON ({error}); expected an object such as '{{\"c_attn\": 4}}'"
+    if not isinstance(numbers, dict) or not numbers:
+        return f"{text}: expected a JSON object such as '{{\"c_attn\": 4}}'"
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, kinds) or not 0 < float(str(number)) < float("inf"):
+            return f"{name}: {json.dumps(number)}: expected a {'whole ' if kinds == (int,) else ''}number above 0"
+    return None
+
+
+def wrong_ranks(text: str) -> str | None:
+    """What is wrong with a value of `lora_rank_pattern`, or None."""
+    return _wrong_numbers(text, (int,))
+
+
+def wrong_alphas(text: str) -> str | None:
+    """What is wrong with a value of `lora_alpha_pattern`, or None."""
+    return _wrong_numbers(text, (int, float))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraArguments:
     """LoRA"""
@@ -96,7 +123,37 @@ class LoraArguments:
     lora_alpha: float | None = arg(None, "adapter scale is lora_alpha / lora_rank; unset: 2 x lora_rank", gt=0)
     lora_dropout: float = arg(0.0, "dropout probability before the adapters", ge=0, lt=1)
     lora_target_modules: list[str] = arg(
-        ["c_attn", "c_proj", "c_fc"], "layers with an adapter: c_attn, c_proj, c_fc", words=True
+        ["c_attn", "c_proj", "c_fc"],
+        "matrices with an adapter: all-linear, or ends of names: c_attn, c_proj, c_fc, h.0.mlp.c_fc",
+        words=True,
+    )
+    use_dora: bool = arg(False, "DoRA: the row norms of these matrices are trained, too")
+    use_rslora: bool = arg(False, "rsLoRA: the adapter scale is lora_alpha / sqrt(lora_rank)")
+    init_lora_weights: str = arg(
+        "true", "first values of adapters, as in PEFT: true, gaussian, orthogonal, pissa, pissa_niter_N or olora"
+    )
+    lora_bias: str = arg("none", "biases that are trained, too: none, all, or those beside adapters", choices=BIASES)
+    modules_to_save: list[str] = arg(
+        [], "modules that are trained and saved whole: wte, wpe, ln_1, ln_2, ln_f, lm_head", words=True
+    )
+    lora_rank_pattern: str | None = arg(
+        None, "JSON object: ends of names, or regular expressions -> rank of these matrices", check=wrong_ranks
+    )
+    lora_alpha_pattern: str | None = arg(
+        None, "JSON object: ends of names, or regular expressions -> alpha of these matrices", check=wrong_alphas
     )
     lora_path: str | None = arg(None, "adapter folder to start from")
     merge_weights: bool = arg(False, "also write output_dir/merged, the model with merged adapters")
+
+    @property
+    def kind(self) -> AdapterKind:
+        """What differs from plain LoRA. Its patterns have to be right (`wrong_ranks`)."""
+        return AdapterKind(
+            dora=self.use_dora,
+            rslora=self.use_rslora,
+            init=self.init_lora_weights.lower(),
+            bias=self.lora_bias,
+            modules_to_save=tuple(self.modules_to_save),
+            rank_pattern=parse_json(self.lora_rank_pattern or "{}"),
+            alpha_pattern=parse_json(self.lora_alpha_pattern or "{}"),
+        )

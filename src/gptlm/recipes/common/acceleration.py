@@ -46,12 +46,14 @@ def accelerate(
     *,
     lengths_vary: bool = False,
     uneven: str | None = None,
+    adapters: str | None = None,
 ) -> Acceleration:
     """Compile `model` and let it multiply in float8 as the flags ask; decide what its trainer does.
 
     Args:
         lengths_vary: the sequence length is not the same in all batches.
         uneven: why shapes of batches do not repeat, if they do not.
+        adapters: why adapters keep the blocks from being compiled, unless --torch_compile asks for it.
     """
     _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
     parameters = model.num_parameters()
@@ -63,9 +65,12 @@ def accelerate(
     is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
     obstacle = _graph_obstacle(device.type, is_local=is_local, uneven=uneven)
     is_graph_wanted = run.training.cuda_graphs is not False
+    if obstacle is None and adapters is not None and not run.training.torch_compile:
+        obstacle = adapters
+        logger.info("blocks are neither compiled nor captured as CUDA graphs: %s (see --torch_compile)", adapters)
     is_captured = obstacle is None and is_graph_wanted
     # without a graph, checking for each block whether its code fits a length costs more time than compiling saves
-    default = not lengths_vary or is_captured
+    default = (not lengths_vary or is_captured) and (adapters is None or bool(run.training.torch_compile))
     is_compiled = _compile(
         run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary, joins_norms=is_captured
     )

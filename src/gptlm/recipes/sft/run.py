@@ -14,10 +14,10 @@ from gptlm.data.collate import NO_TARGETS
 from gptlm.data.epochs import BEGIN, Epochs, Position, steps_in, steps_left
 from gptlm.data.templates import plain_template
 from gptlm.errors import GptlmError
-from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.files import shape_of_config
 from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_if_other_base
 from gptlm.model.tokenizer import fit_to_model
+from gptlm.parallel.zero_config import stage_of
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
@@ -28,6 +28,7 @@ from gptlm.recipes.common.output_folder import MERGED
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.merge_lora import merge_beside
+from gptlm.recipes.sft.adapters import check_same_adapters, check_stage, obstacle_of
 from gptlm.recipes.sft.data import (
     SftData,
     collator,
@@ -102,6 +103,7 @@ def _run(
     job = start_job(run, device, resume)
     log_run(run, data.train.examples, data.tokens_per_sample)
     hooks.log()
+    check_stage(run.lora, stage_of(job.deepspeed or {}))
 
     model: Any = make_model(run, tokenizer, job.deepspeed)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
@@ -111,9 +113,11 @@ def _run(
         None if collate.shapes_repeat else "batches are as long as their longest example (see --pad_to_multiple_of)"
     )
     varies = not run.data.zero_padding
-    acceleration = accelerate(run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven)
+    acceleration = accelerate(
+        run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven, adapters=obstacle_of(run.lora)
+    )
     if run.lora.lora:
-        model = _with_adapters(run, model, new_tokens, device)
+        model = _with_adapters(run, model, new_tokens, device, resume)
         if resume is None and run.lora.lora_path:
             warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
@@ -179,8 +183,8 @@ def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs
     )
 
 
-def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Device) -> Any:
-    lora = run.lora
+def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Device, resume: Checkpoint | None) -> Any:
+    lora, kind = run.lora, run.lora.kind
     set_seed(run.training.seed)  # the same adapters, however the model was filled
     adapted = add_adapters(
         model,
@@ -189,8 +193,10 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Devic
         dropout=lora.lora_dropout,
         targets=lora.lora_target_modules,
         base=_base_name(run),
-        new_tokens=new_tokens,
+        new_tokens=() if {*kind.modules_to_save} & {"wte"} else new_tokens,  # there all rows are trained
         base_fingerprint=fingerprint_of(Path(weights_folder(run))),
+        kind=kind,
+        initial=resume.path if resume is not None and kind.changes_base else None,
     )
     if lora.lora_path:
         load_adapters(adapted, Path(lora.lora_path))
@@ -239,24 +245,4 @@ def _check_resume(run: SftRun, found: Checkpoint) -> None:
         check_shape(replace(run, shape=replace(run.shape, vocab_size=entries)), found)
         return
     check_base(found.path, Path(weights_folder(run)))
-    saved = read_adapter_config(found.path)
-    differences = [
-        f"{flag} {saved[key]:g} there, {value:g} in the command"
-        for flag, key, value in (
-            ("lora_rank", "r", run.lora.lora_rank),
-            ("lora_alpha", "lora_alpha", run.lora.lora_alpha or 0.0),
-        )
-        if saved[key] != value
-    ]
-    dropout = saved.get("lora_dropout") or 0.0
-    if dropout != run.lora.lora_dropout:
-        logger.warning(
-            "lora_dropout was %g in %s, is %g now: the new value holds", dropout, found.path.name, run.lora.lora_dropout
-        )
-    if set(saved["target_modules"]) != set(run.lora.lora_target_modules):
-        differences.append(f"lora_target_modules {' '.join(sorted(saved['target_modules']))} there")
-    if differences:
-        raise GptlmError(
-            f"the checkpoint {found.path} has other adapters: {'; '.join(differences)}; give the same, another "
-            "--output_dir, or --overwrite_output_dir"
-        )
+    check_same_adapters(run.lora, found.path)

@@ -1,0 +1,56 @@
+"""The adapters of a fine-tuning run: what they exclude, and whether a checkpoint's are the same."""
+
+import logging
+from pathlib import Path
+
+from gptlm.config.adapters import STAGE3, whole_weight_flags
+from gptlm.config.args.sft import LoraArguments
+from gptlm.errors import GptlmError, UsageError, named
+from gptlm.model.adapter_files import read_adapter_config
+from gptlm.model.adapter_initial import INITIAL
+from gptlm.model.files import ADAPTER_WEIGHTS
+from gptlm.model.safetensors_io import read_header
+
+logger = logging.getLogger(__name__)
+
+
+def check_stage(lora: LoraArguments, stage: int) -> None:
+    """Raises UsageError if the adapters need whole weights, which stage 3 of --deepspeed FILE splits."""
+    flags = whole_weight_flags(lora)
+    if stage == 3 and flags:
+        raise UsageError(f"{named(flags[0])} {STAGE3}")
+
+
+def obstacle_of(lora: LoraArguments) -> str | None:
+    """Why the network with these adapters is neither compiled nor captured by default, or None."""
+    if not lora.lora or lora.kind.is_plain:
+        return None
+    return "DoRA, trained biases and modules_to_save use PEFT's own layers"
+
+
+def check_same_adapters(lora: LoraArguments, checkpoint: Path) -> None:
+    """Raises GptlmError if the adapters in `checkpoint` are others than the command's."""
+    saved, kind = read_adapter_config(checkpoint), lora.kind
+    expected = kind.saved_scale(lora.lora_rank, lora.lora_alpha or 0.0)
+    differences = [
+        f"{flag} {saved[key]:g} there, {expected[key]:g} in the command"
+        for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
+        if abs(saved[key] - expected[key]) > 1e-9 * expected[key]
+    ]
+    has_initial = INITIAL in read_header(checkpoint / ADAPTER_WEIGHTS)[1]
+    if has_initial != kind.changes_base:
+        there, here = ("pissa or olora" if has_initial else "another one"), kind.init
+        differences.append(f"init_lora_weights {there} there, {here} in the command")
+    differences += kind.differences(saved)
+    dropout = saved.get("lora_dropout") or 0.0
+    if dropout != lora.lora_dropout:
+        logger.warning(
+            "lora_dropout was %g in %s, is %g now: the new value holds", dropout, checkpoint.name, lora.lora_dropout
+        )
+    if set(saved["target_modules"]) != set(lora.lora_target_modules):
+        differences.append(f"lora_target_modules {' '.join(sorted(saved['target_modules']))} there")
+    if differences:
+        raise GptlmError(
+            f"the checkpoint {checkpoint} has other adapters: {'; '.join(differences)}; give the same, another "
+            "--output_dir, or --overwrite_output_dir"
+        )
