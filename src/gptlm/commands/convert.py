@@ -13,6 +13,7 @@ CONVERT = Vocabulary((ConvertArguments, ReadingArguments, WritingArguments), pad
 OF_FORMAT = {
     "megatron": ("tensor_parallel_degree", "pipeline_parallel_degree"),
     "paddle": ("paddle_qkv", "paddle_file"),
+    "gguf": ("gguf_type",),
 }
 
 
@@ -43,5 +44,7 @@ def _problems(parsed: Parsed) -> Iterator[Problem]:
             yield Problem(given[0], f"needs {named('to')} {form}; the command has {named('to')} {main.to}")
     if main.with_optimizer and main.to != "hf":
         yield Problem("with_optimizer", f"needs {named('to')} hf: other formats get no optimizer state")
+    if main.to == "gguf" and main.dtype != "keep":
+        yield Problem("dtype", f"has no meaning with {named('to')} gguf; give {named('gguf_type')}")
     if reading.consumed_samples is not None and not main.with_optimizer:
         yield Problem("consumed_samples", f"needs {named('with_optimizer')}")

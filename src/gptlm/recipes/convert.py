@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state
 from gptlm.config.args.convert import Conversion, ConvertArguments, ReadingArguments, WritingArguments
-from gptlm.conversion import lora
+from gptlm.conversion import gguf, lora
 from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, all_names, layer_and_part, layer_names
 from gptlm.conversion.huggingface import config_of
 from gptlm.conversion.megatron.write import check_degrees, padded_rows, write_megatron
@@ -42,6 +42,8 @@ from gptlm.training.metrics.throughput import start_logging
 logger = logging.getLogger(__name__)
 
 LORA_DIFFERENCE = 1e-6  # of what adapters add to a weight, in float64
+
+GGUF_DIFFERENCE = {"f32": 0.0, "f16": 2**-11, "q8_0": 1 / 200}  # half a unit of float16; half of 1 / 127 and rounding
 
 
 def convert(conversion: Conversion) -> None:
@@ -129,11 +131,13 @@ def _convert_model(path: Path, folder: Path, conversion: Conversion, may_grow: b
     )
     with open_checkpoint(path, options, folder) as source:
         _check_arguments(source, conversion)
+        tokenizer = _tokenizer(path, conversion)
+        if conversion.main.to == "gguf":
+            gguf.check_writable(source, tokenizer)
         target = folder
         if with_optimizer:
             target = checkpoint.staging_folder(folder, source.progress().iterations)
             target.mkdir()
-        tokenizer = _tokenizer(path, conversion)
         if tokenizer is not None:
             fit_to_model(tokenizer, source.shape.max_position_embeddings)
         _write(source, target, conversion, tokenizer)
@@ -173,6 +177,10 @@ def _write(source: Source, folder: Path, conversion: Conversion, tokenizer: PreT
         elif conversion.main.to == "paddle":
             form = {"fused": writing.paddle_qkv == "fused", "pdparams": writing.paddle_file == "pdparams"}
             write_paddle(source, folder, **form, dtype=dtype, done=bar.update)
+        elif tokenizer is not None and conversion.main.to == "gguf":
+            name = Path(conversion.main.source or "").name
+            gguf.write_gguf(source, folder, tokenizer, kind=writing.gguf_type, name=name, done=bar.update)
+            return  # the file contains the tokenizer
         else:
             write_huggingface(source, folder, dtype, tokenizer, bar.update)
     if tokenizer is not None:
@@ -206,6 +214,13 @@ def write_huggingface(
 
 def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
     """Compare what was read with what was written: a stock folder as transformers loads it, others as we read them."""
+    if conversion.main.to == "gguf":
+        kind = conversion.writing.gguf_type
+        largest = gguf.max_difference(source, folder, kind)
+        if largest > GGUF_DIFFERENCE[kind]:
+            raise GptlmError(f"weights in the file differ by up to {largest:.2e} of the largest in their tensor")
+        logger.info("weights before and after differ by at most %.2e of the largest in their tensor", largest)
+        return
     ids = fixed_batch(source.shape.vocab_size, source.shape.max_position_embeddings)
     before = logits_of(source, ids, _dtype(conversion))
     if conversion.main.to == "hf":
@@ -301,6 +316,8 @@ def _convert_adapters(path: Path, folder: Path, conversion: Conversion) -> None:
     }
     for flag in (flag for flag, value in unused.items() if value):
         raise UsageError(f"{named(flag)} is for models, but {path} contains adapters; leave it out")
+    if main.to == "gguf":
+        raise UsageError("a GGUF file holds a model; merge the adapters with scripts/merge_lora.py and convert that")
     if main.to == "megatron":
         raise UsageError(
             "Megatron-LM has no format for adapters; merge them with scripts/merge_lora.py and convert the result"

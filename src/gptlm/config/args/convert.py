@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from gptlm.config.field import arg
 
-FORMS = ("hf", "megatron", "paddle")
+FORMS = ("hf", "megatron", "paddle", "gguf")
+GGUF_TYPES = ("f32", "f16", "q8_0")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -47,7 +48,7 @@ class ReadingArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class WritingArguments:
-    """Output for Megatron-LM and PaddleNLP"""
+    """Output for Megatron-LM, PaddleNLP and llama.cpp"""
 
     tensor_parallel_degree: int = arg(1, "megatron: tensor-parallel ranks", ge=1)
     pipeline_parallel_degree: int = arg(1, "megatron: pipeline stages", ge=1)
@@ -59,6 +60,7 @@ class WritingArguments:
         "paddle: sharded safetensors, or one pdparams file that is built in memory",
         choices=("safetensors", "pdparams"),
     )
+    gguf_type: str = arg("f16", "gguf: numbers of matrices and token embedding, the rest is f32", choices=GGUF_TYPES)
 
 
 @dataclass(frozen=True)
