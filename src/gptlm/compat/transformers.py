@@ -126,7 +126,6 @@ TRAINING_IGNORED = {
 }
 
 LOSS = "the loss is always the mean over the target tokens of all processes"
-QUANTIZED = "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"
 ON = ("", "1", "true", "t", "yes", "y", "on")
 EMPTY = ("", "none", "null", "{}")
 NONE_OR_ZERO = ("", "none", "null", "0", "0.0")
@@ -218,9 +217,7 @@ SFT_IGNORED = TRAINING_IGNORED | {
     "padding_free": "packing needs no padding, see --zero_padding",
     "shuffle_dataset": "examples are always shuffled in each epoch",
     "ignore_bias_buffers": "there are none",
-    "bnb_4bit_quant_type": "weights are not quantized",
-    "bnb_4bit_quant_storage": "weights are not quantized",
-    "use_bnb_nested_quant": "weights are not quantized",
+    "bnb_4bit_quant_storage": "quantized weights are stored as bytes",
 }
 SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "config_name": (EMPTY, "fine-tuning uses the sizes of the model; give --model_name_or_path"),
@@ -237,8 +234,6 @@ SFT_REFUSED: Refused = TRAINING_REFUSED | {
     "generation_num_beams": (("", "1", "none"), "evaluation uses greedy search"),
     "lora_task_type": (("", "causal_lm"), "a GPT is a causal language model"),
     "lora_target_parameters": (EMPTY, "give --lora_target_modules"),
-    "load_in_8bit": (OFF, QUANTIZED),
-    "load_in_4bit": (OFF, QUANTIZED),
 }
 
 INFERENCE_RENAMED = {

@@ -29,6 +29,7 @@ from gptlm.model.presets import Shape
 LORA_ONLY = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights", "use_dora", "use_rslora",
     "init_lora_weights", "lora_bias", "modules_to_save", "lora_rank_pattern", "lora_alpha_pattern",
+    "bnb_4bit_quant_type", "use_bnb_nested_quant",
 )  # fmt: skip
 EVERY_MATRIX = ["c_attn", "c_proj", "c_fc"]
 NARROWED = ("layers_to_transform", "layers_pattern", "exclude_modules")  # PEFT's: targets are fewer than they name
@@ -119,6 +120,7 @@ def adapter_problems(parsed: Parsed, shape: Shape | None) -> Iterator[Problem]:
             "h.N.attn.c_proj and the like",
         )
     if not lora.lora:
+        yield from _quantization_problems(parsed, lora)
         return
     if wrong := wrong_initialization(lora.init_lora_weights.lower(), lora.lora_rank):
         yield Problem("init_lora_weights", wrong)
@@ -135,9 +137,34 @@ def adapter_problems(parsed: Parsed, shape: Shape | None) -> Iterator[Problem]:
         for text, wrong in ((lora.lora_rank_pattern, wrong_ranks), (lora.lora_alpha_pattern, wrong_alphas))
     ):
         return  # each field's check says it
+    yield from _quantization_problems(parsed, lora)
     yield from _pattern_problems(lora, layers, width)
     if "stage3" in parsed[ParallelArguments].sharding:
         yield from (Problem(flag, STAGE3) for flag in whole_weight_flags(lora))
+
+
+def _quantization_problems(parsed: Parsed, lora: LoraArguments) -> Iterator[Problem]:
+    if lora.bits is None:
+        return
+    flag, parallel = f"load_in_{lora.bits}bit", parsed[ParallelArguments]
+    if lora.load_in_4bit and lora.load_in_8bit:
+        yield Problem("load_in_8bit", f"excludes {named('load_in_4bit')}; use one")
+    if not lora.lora:
+        yield Problem(flag, f"needs {named('lora')}: quantized matrices cannot be trained themselves")
+    if parallel.sharding or parallel.deepspeed:
+        yield Problem(
+            flag,
+            f"does not work with {named('sharding')} or {named('deepspeed')}: ZeRO cannot split quantized matrices, "
+            "and adapters are small; leave it out",
+        )
+    if parallel.tensor_parallel_degree > 1 or parallel.pipeline_parallel_degree > 1:
+        yield Problem(flag, "does not work with tensor or pipeline parallelism")
+    if lora.lora and lora.kind.changes_base:
+        yield Problem(
+            "init_lora_weights",
+            f"{lora.init_lora_weights}: with {named(flag)} the folder could not describe the trained model on its "
+            "unchanged base; use gaussian",
+        )
 
 
 def whole_weight_flags(lora: LoraArguments) -> list[str]:

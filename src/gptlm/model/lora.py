@@ -25,6 +25,7 @@ from gptlm.model.adapter_kinds import EMBEDDINGS, PLAIN, AdapterKind
 from gptlm.model.files import ADAPTER_WEIGHTS
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.pretrained import load_pretrained
+from gptlm.model.quantization import known_to_peft
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.quiet import warnings_ignored
 from gptlm.upstream.peft import keep_trained_rows
@@ -53,6 +54,7 @@ def add_adapters(
     base_fingerprint: str | None = None,
     kind: AdapterKind = PLAIN,
     initial: Path | None = None,
+    bits: int | None = None,
 ) -> "PeftModel":
     """`model` with new adapters as its only trainable parameters. They do not change its output.
 
@@ -62,6 +64,7 @@ def add_adapters(
         base: folder or hub name of the base model, for the saved configuration.
         new_tokens: rows of the embedding that are trained and saved as well.
         base_fingerprint: of the base model's weights (see `fingerprint_of`), for the saved file.
+        bits: those of a quantized `model` (see quantization.py); None: it is not.
         initial: a checkpoint, whose adapters began with the part of the base weights that is moved into these.
     """
     from peft import LoraConfig, get_peft_model
@@ -80,6 +83,7 @@ def add_adapters(
     # PEFT warns about a name that changes in transformers 6, and about a `base` that differs from where it loaded from.
     # And about the conversion of PiSSA with rsLoRA and patterns, which it cannot do (see adapter_initial.py).
     with (
+        known_to_peft(model, bits),
         warnings_ignored(FutureWarning),
         warnings_ignored(message="The PEFT config's `base_model_name_or_path` was"),
         warnings_ignored(message="Using Rank-Stabilized LoRA with rank_pattern"),

@@ -142,8 +142,17 @@ class LoraArguments:
     lora_alpha_pattern: str | None = arg(
         None, "JSON object: ends of names, or regular expressions -> alpha of these matrices", check=wrong_alphas
     )
+    load_in_4bit: bool = arg(False, "QLoRA: the frozen matrices are quantized to 4 bits (extra quantization)")
+    load_in_8bit: bool = arg(False, "the frozen matrices are quantized to 8 bits (extra quantization)")
+    bnb_4bit_quant_type: str = arg("nf4", "numbers of load_in_4bit", choices=("nf4", "fp4"))
+    use_bnb_nested_quant: bool = arg(False, "load_in_4bit: quantize the scales of the blocks, too")
     lora_path: str | None = arg(None, "adapter folder to start from")
     merge_weights: bool = arg(False, "also write output_dir/merged, the model with merged adapters")
+
+    @property
+    def bits(self) -> int | None:
+        """Of the frozen matrices, if they are quantized."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @property
     def kind(self) -> AdapterKind:

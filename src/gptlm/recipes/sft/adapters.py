@@ -1,7 +1,10 @@
 """The adapters of a fine-tuning run: what they exclude, and whether a checkpoint's are the same."""
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from gptlm.config.adapters import STAGE3, whole_weight_flags
 from gptlm.config.args.sft import LoraArguments
@@ -9,7 +12,10 @@ from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.adapter_initial import INITIAL
 from gptlm.model.files import ADAPTER_WEIGHTS
+from gptlm.model.gpt import GPTLMHeadModel
+from gptlm.model.quantization import quantize
 from gptlm.model.safetensors_io import read_header
+from gptlm.recipes.common.device import Device
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +27,29 @@ def check_stage(lora: LoraArguments, stage: int) -> None:
         raise UsageError(f"{named(flags[0])} {STAGE3}")
 
 
+def check_package(lora: LoraArguments) -> None:
+    """Raises UsageError if quantized matrices are asked for and bitsandbytes is not installed."""
+    if lora.bits is not None and find_spec("bitsandbytes") is None:
+        raise UsageError(
+            f"{named(f'load_in_{lora.bits}bit')} needs bitsandbytes, which is not installed: "
+            "pip install 'gptlm[quantization]'"
+        )
+
+
+def quantize_matrices(lora: LoraArguments, model: GPTLMHeadModel, device: Device) -> None:
+    """Quantize the frozen matrices of `model` as the flags ask."""
+    if lora.bits is None:
+        return
+    place = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else torch.device("cpu")
+    kind, nested = lora.bnb_4bit_quant_type, lora.use_bnb_nested_quant
+    quantize(model, bits=lora.bits, dtype=device.dtype, device=place, kind=kind, nested=nested)
+    logger.info("the frozen matrices are quantized to %s", kind if lora.bits == 4 else "int8")
+
+
 def obstacle_of(lora: LoraArguments) -> str | None:
     """Why the network with these adapters is neither compiled nor captured by default, or None."""
+    if lora.bits is not None:
+        return "quantized matrices are bitsandbytes' layers"
     if not lora.lora or lora.kind.is_plain:
         return None
     return "DoRA, trained biases and modules_to_save use PEFT's own layers"

@@ -28,7 +28,7 @@ from gptlm.recipes.common.output_folder import MERGED
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.merge_lora import merge_beside
-from gptlm.recipes.sft.adapters import check_same_adapters, check_stage, obstacle_of
+from gptlm.recipes.sft.adapters import check_package, check_same_adapters, check_stage, obstacle_of, quantize_matrices
 from gptlm.recipes.sft.data import (
     SftData,
     collator,
@@ -55,6 +55,7 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
         GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
     with early_store(run.training.ddp_timeout) as store:
+        check_package(run.lora)
         device, resume = check_run(run, store, _check_resume)
         if run.lora.merge_weights and run.lora.lora:
             check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
@@ -117,6 +118,7 @@ def _run(
         run, device, model, job.deepspeed, lengths_vary=varies, uneven=uneven, adapters=obstacle_of(run.lora)
     )
     if run.lora.lora:
+        quantize_matrices(run.lora, model, device)
         model = _with_adapters(run, model, new_tokens, device, resume)
         if resume is None and run.lora.lora_path:
             warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
@@ -196,6 +198,7 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Devic
         new_tokens=() if {*kind.modules_to_save} & {"wte"} else new_tokens,  # there all rows are trained
         base_fingerprint=fingerprint_of(Path(weights_folder(run))),
         kind=kind,
+        bits=lora.bits,
         initial=resume.path if resume is not None and kind.changes_base else None,
     )
     if lora.lora_path:
