@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptlm.errors import GptlmError, doing, from_worker, is_out_of_memory, reason_of, stage_of
+from gptlm.errors import GptlmError, UsageError, doing, from_worker, is_out_of_memory, printed, reason_of, stage_of
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,14 @@ def test_every_out_of_memory_error_is_recognized():
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(ValueError("out of memory lane"))
+
+
+def test_many_problems_of_a_command_are_three_lines():
+    """A problem has a semicolon of its own, so numbers separate those that share a line."""
+    problems = [f"--a {n} is not positive; give 1 or more" for n in range(5)]
+    for count in (1, 2, 3):
+        assert printed(UsageError("\n".join(problems[:count]))) == "\n".join(problems[:count])
+    first, second, third = printed(UsageError("\n".join(problems))).splitlines()
+    assert (first, second) == (problems[0], problems[1])
+    assert third == f"3 more: (3) {problems[2]} (4) {problems[3]} (5) {problems[4]}"
+    assert printed(GptlmError("one\ntwo\nthree\nfour")).count("\n") == 3

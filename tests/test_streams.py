@@ -1,12 +1,18 @@
 """Standard streams that are closed or full, and errors of the system that name a file: one sentence, no traceback."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from gptlm.cli import COMMANDS, DATA_TOOLS, main
+from gptlm.model.tokenizer import train_tokenizer
+from tests.conftest import write_tokens
 
 MAIN = "import sys; from gptlm.cli import main; sys.exit(main(sys.argv[1:]))"
 NAMES = {  # values that no path flag can use
@@ -32,10 +38,13 @@ def test_a_stream_that_cannot_be_used(words, redirected, code, says):
     assert not done.stderr or (done.stderr.count("\n") == 1 and "error: " in done.stderr)
 
 
+def vocabularies():
+    yield from ((name, command.vocabulary) for name, command in COMMANDS.items())
+    yield from ((f"data {tool}", vocabulary) for tool, (_, vocabulary, _) in DATA_TOOLS.items())
+
+
 def path_flags():
-    commands = {name: command.vocabulary for name, command in COMMANDS.items()}
-    commands |= {f"data {tool}": vocabulary for tool, (_, vocabulary, _) in DATA_TOOLS.items()}
-    for command, vocabulary in commands.items():
+    for command, vocabulary in vocabularies():
         for flag, (field, kind) in vocabulary.flags().items():
             if "str" in str(kind) and not field.metadata["choices"] and any(part in flag for part in PLACES):
                 yield command, flag
@@ -54,3 +63,40 @@ def test_a_name_that_is_no_path(kind, tmp_path, monkeypatch, capsys):
         printed = capsys.readouterr().err
         assert command == "plan" or code in (1, 2), (command, flag)
         assert (code == 0 or "error: " in printed) and "traceback" not in printed.lower(), (command, flag, printed)
+
+
+COMPLETE = {  # commands that lack nothing, so that what is wrong is a name
+    "merge-lora": "--lora_path lora --model_name_or_path model --output_path out",
+    "convert": "--from model --output out --verify 0",
+    "evaluate": "--task TEXT --eval_path c.txt --model_name_or_path model --device cpu --max_seq_length 16",
+    "plan": "--model_name_or_path model --num_gpus 2",
+    "data merge": "--input d/c --output_prefix e/c",
+}
+
+
+@pytest.mark.parametrize("command", COMPLETE)
+def test_a_name_too_long_for_the_file_system_in_a_complete_command(command, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "the cat sat on the mat\n\n" * 30
+    shutil.copytree(tiny_model, "model")
+    train_tokenizer([text], 290).save_pretrained("model")
+    stock = AutoModelForCausalLM.from_pretrained("model")
+    get_peft_model(stock, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)).save_pretrained("lora")
+    Path("c.txt").write_text(text)
+    write_tokens(tmp_path / "d/c")
+    vocabulary = dict(vocabularies())[command]
+    pairs = dict(zip(*[iter(COMPLETE[command].split())] * 2, strict=True))
+    left = sorted(path for path in tmp_path.rglob("*"))
+    capsys.readouterr()
+    for flag in [flag for name, flag in path_flags() if name == command]:
+        words = {f"--{flag}": "x/" + NAMES["long"]}
+        field = vocabulary.flags()[flag]
+        others = {name: value for name, value in pairs.items() if vocabulary.flags().get(name[2:]) != field}
+        code = main([*command.split(), *(word for pair in (others | words).items() for word in pair)])
+        printed = capsys.readouterr().err
+        if code:  # `plan` does not use the paths of a run
+            assert "error: " in printed and printed.count("\n") == 1, (flag, printed)
+            known = ("File name too long", NAMES["long"], "--task DATA")
+            assert any(words in printed for words in known), (flag, printed)
+        assert code in ((0, 1, 2) if command == "plan" else (1, 2)), (flag, code, printed)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "x") == left

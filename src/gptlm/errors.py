@@ -79,12 +79,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def printed(error: GptlmError) -> str:
-    """The message for the screen. Of a command's problems, those from the third on share a line: there may be many."""
+    """The message for the screen: at most three lines. Of four problems or more the third line has the rest."""
     text = from_worker(str(error))
     if not isinstance(error, UsageError):
         return text
     lines = text.splitlines()
-    return "\n".join([*lines[:2], "; ".join(lines[2:])]).rstrip()
+    if len(lines) > 3:
+        lines[2:] = [f"{len(lines) - 2} more: " + " ".join(f"({n}) {line}" for n, line in enumerate(lines[2:], 3))]
+    return "\n".join(lines)
 
 
 def from_worker(text: str) -> str:

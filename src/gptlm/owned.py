@@ -145,7 +145,8 @@ def end(folder: Path, names: Iterable[str]) -> None:
     """Remove what is left of the temporary files `names` in `folder`, and forget them."""
     names = list(names)
     for name in names:
-        (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # such as a name too long for the file system
+            (folder / name).unlink(missing_ok=True)
     if not (folder / LISTING).is_file():
         return
     with suppress(OSError):  # a line too many does no harm

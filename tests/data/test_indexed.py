@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from gptlm.data.corpora import find_prefixes, parse_input
-from gptlm.data.indexed import content_fingerprint, dtype_for, first_bad_token, id_range, open_tokens
+from gptlm.data.indexed import content_fingerprint, dtype_for, first_bad_token, id_range, open_tokens, read_metadata
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
 from tests.golden import recorded
@@ -75,10 +75,19 @@ def test_an_id_outside_the_vocabulary_is_never_stored(tmp_path, bad):
 def test_nothing_has_its_final_name_before_finish(tmp_path):
     writer = IndexedTokensWriter(str(tmp_path / "a"), 100)
     writer.add(np.array([1]), [1])
-    assert [p.name for p in tmp_path.iterdir()] == ["a.bin.incomplete"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".gptlm-files", "a.bin.incomplete"]
     with pytest.raises(GptlmError, match="does not exist"):
         open_tokens(str(tmp_path / "a"))
     writer.abandon()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '"text"', '[["tokens", 3]]'])
+def test_metadata_that_is_no_object_is_refused(tmp_path, content):
+    write(tmp_path / "a", [[1, 2], [50]])
+    (tmp_path / "a.meta.json").write_text(content)
+    with pytest.raises(GptlmError, match=r"a.meta.json is damaged \(it holds no JSON object\); remove it or"):
+        read_metadata(str(tmp_path / "a"))
 
 
 def test_metadata_names_tokenizer_and_counts(tmp_path):

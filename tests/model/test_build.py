@@ -1,9 +1,12 @@
 """A network with random weights."""
 
+import json
+import shutil
+
 import pytest
 
 from gptlm.errors import GptlmError
-from gptlm.model.build import check_memory, new_model
+from gptlm.model.build import check_memory, load_model, new_model
 from gptlm.model.presets import Shape
 
 
@@ -20,3 +23,16 @@ def test_a_vocabulary_larger_than_the_machine_is_refused():
 
 def test_small_ones_are_allowed():
     check_memory(Shape(2, 64, 2, 256, 500, 64))
+
+
+@pytest.mark.parametrize("size", [{"n_embd": 100_000}, {"n_layer": 9_000}, {"vocab_size": 10**9}])
+def test_a_config_of_more_weights_than_the_files_hold_is_refused_before_the_network_is_built(
+    tiny_model, tmp_path, size
+):
+    shutil.copytree(tiny_model, tmp_path / "m")
+    config = tmp_path / "m/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | size | {"n_inner": None}))
+    with pytest.raises(
+        GptlmError, match=r"sizes of [\d,]+ weights, its files hold [\d,]+ bytes: config.json and weights"
+    ):
+        load_model(str(tmp_path / "m"))

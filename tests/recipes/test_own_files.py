@@ -243,6 +243,19 @@ def test_a_model_in_a_checkpoint_of_the_output_folder_is_never_removed(train, fi
     assert sorted(path.name for path in out.glob("*checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
 
 
+def test_a_restart_does_not_resume_from_the_model_of_the_run_before(train, finished, tmp_path, capsys):
+    """checkpoint-2 is the model of a new run, which was ended after its first step and starts again."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    words = ("--max_steps", "1", "--overwrite_output_dir")
+    train(*words, model=out / "checkpoint-2")
+    before = snapshot(out / "checkpoint-2")
+    capsys.readouterr()
+    train(model=out / "checkpoint-2", output=out)
+    assert f"weights from {out / 'checkpoint-1'}" in capsys.readouterr().out
+    assert before.items() <= {**snapshot(out / "checkpoint-2"), **snapshot(out / "left-checkpoint-2")}.items()
+
+
 def test_a_model_that_would_be_removed_while_it_is_read_is_refused(train, finished, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(finished, out)

@@ -13,6 +13,7 @@ import time
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import zstandard
 from transformers import AutoTokenizer
@@ -99,11 +100,22 @@ def test_rows_from_arrow_are_those_of_the_encoder(model, tmp_path, template, mor
     same(rows, wanted)
     same(pickle.loads(pickle.dumps(rows)), wanted)
     for builder in (RowBuilder(settings), pickle.loads(pickle.dumps(RowBuilder(settings)))):  # as in a worker process
-        assert [builder(batch).rows for batch in source.batches()] == rows.batches
+        assert [builder(batch).rows for batch in source.batches()] == list(pa.ipc.open_stream(tmp_path / "rows"))
     assert rows.lengths.tolist() == [len(row.ids) for row in wanted]
     assert rows.targets.tolist() == [row.loss_mask.sum() for row in wanted]
     table = datasets.Dataset.from_file(str(tmp_path / "rows"))
     assert table["ids"][:] == [row.ids.tolist() for row in wanted]
+
+
+def test_rows_that_become_shorter_during_a_run_are_named(load, tmp_path):
+    data, _ = load(write_lines(tmp_path / "d.jsonl", ROWS))
+    rows, lengths = data.train.rows, data.train.rows.lengths.tolist()
+    copied = pickle.loads(pickle.dumps(rows))
+    os.truncate(rows.path, 64)
+    for opened in (rows, copied):
+        with pytest.raises(GptlmError, match=r"rows.arrow has become shorter while it was read: it has 64 bytes"):
+            opened[len(rows) - 1]
+    assert rows.lengths.tolist() == lengths
 
 
 def test_the_next_start_encodes_nothing_and_says_the_same(load, tmp_path):

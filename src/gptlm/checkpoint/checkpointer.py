@@ -102,7 +102,7 @@ class Checkpointer:
                     "layout": self.layout,
                     "weights_only": self.args.save_only_model,
                 }
-                final = checkpoint.commit(staging, {**self.manifest, **own, **fields})
+                final = checkpoint.commit(staging, {**self.manifest, **own, **fields}, self.protected)
                 names = (f"{final.name}/{name}" for name in owned.files_of_checkpoint(final))
                 owned.note(self.output_dir, names, owned.RUN)
                 logger.info("checkpoint written to %s", final)

@@ -12,6 +12,7 @@ renamed to `checkpoint-N`. One whose manifest does not match its files is skippe
     manifest.json                manifest.py: step, samples, order and settings; files, their sizes and checksums
 """
 
+import logging
 import os
 import pickle
 import re
@@ -37,6 +38,8 @@ HISTORY = "trainer_state.json"
 RUN_FILE = owned.RUN_FILE
 PATTERN = re.compile(r"^checkpoint-(\d+)$")
 RANDOM_STATES = "rng_state*.json"
+logger = logging.getLogger(__name__)
+
 STAGING = re.compile(r"\.checkpoint-\d+\.incomplete")
 
 
@@ -53,10 +56,13 @@ def staging_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f".checkpoint-{step}.incomplete"
 
 
-def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
+def commit(staging: Path, fields: Mapping[str, Any], read: Collection[str] = ()) -> Path:
     """Give the finished folder `staging` its manifest and its final name.
 
     An older checkpoint of that name is replaced; what gptlm did not write is renamed to `left-NAME`.
+
+    Args:
+        read: names of checkpoints that the run reads its model from; they are renamed, too.
     """
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
     with file_checksums([staging / name for name in files]) as sums:  # from the page cache, while the disk is written
@@ -65,7 +71,12 @@ def commit(staging: Path, fields: Mapping[str, Any]) -> Path:
     with replacing(staging / MANIFEST) as manifest:
         manifest.write(manifest_text(fields, files, checksums).encode())
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
-    if final.name in {path.name for path in own_folders(final.parent)}:
+    is_own = final.name in {path.name for path in own_folders(final.parent)}
+    if is_own and final.name in read:
+        aside = owned.rename_aside(final.parent, final.name)
+        logger.warning("%s, the model of this run, is renamed to %s", final, aside)
+        os.rename(staging, final)
+    elif is_own:
         before = _move_away(final)
         os.rename(staging, final)
         if not owned.remove(before.parent, before.name):  # files of others were in it
@@ -190,10 +201,18 @@ def log_lines_in(path: Path) -> int:
     return len(parse_json(history.read_text(encoding="utf-8"))["log_history"]) if history.is_file() else 0
 
 
-def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The undamaged checkpoint of the highest step in `output_dir`, and why newer ones were skipped."""
+def newest(output_dir: Path, read_from: Collection[str] = ()) -> tuple[Checkpoint | None, list[str]]:
+    """The undamaged checkpoint of the highest step in `output_dir`, and why newer ones were skipped.
+
+    Args:
+        read_from: names of checkpoints that the run reads its model from. One that is older than the others is of the
+            run before this one, and counts for nothing.
+    """
     skipped: list[str] = []
-    for path in reversed(folders(output_dir)):
+    times = {path: _written_at(path) for path in folders(output_dir)}
+    for path, time in reversed(times.items()):
+        if path.name in read_from and time < max(times.values()):
+            continue
         try:
             found = read(path)
             check_content(found)
@@ -201,6 +220,13 @@ def newest(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         except GptlmError as error:
             skipped.append(str(error))
     return None, skipped
+
+
+def _written_at(path: Path) -> int:
+    try:
+        return (path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def folders(output_dir: Path) -> list[Path]:

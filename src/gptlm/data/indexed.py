@@ -310,7 +310,9 @@ def read_metadata(prefix: str) -> dict:
     if not path.is_file():
         return {}
     try:
-        facts = dict(parse_json(path.read_text(encoding="utf-8")))
+        facts = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no JSON object")
         for name in ("max_id", "tokens", "vocab_size"):
             if not isinstance(facts.get(name, 0), int):
                 raise ValueError(f"{name} is {facts[name]!r}")

@@ -1,4 +1,4 @@
-"""Rows of fine-tuning in an Arrow file: written in batches, read through a memory map.
+"""Rows of fine-tuning in an Arrow file: written in batches, read where they are needed.
 
 `datasets.Dataset.from_file` opens the file, too. Columns, one entry for each example:
 
@@ -11,7 +11,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from gptlm.data.rows import Row
+from gptlm.data.token_file import TokenFile
 
 INT = pa.int32()
 SCHEMA = pa.schema(
@@ -65,37 +67,69 @@ def _runs(mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
 
 
+class _Lists:
+    """Lists of a column in a batch: their offsets in memory, and the byte of the first value in the file."""
+
+    def __init__(self, offsets: np.ndarray, values: pa.Buffer | None, begin: int):
+        self.offsets = offsets.copy()
+        self.first = values.address - begin if values is not None else 0
+
+    @classmethod
+    def of(cls, column: pa.ListArray, begin: int) -> "_Lists":
+        return cls(_view(column.offsets), column.values.buffers()[1], begin)
+
+    @classmethod
+    def of_texts(cls, column: pa.StringArray, begin: int) -> "_Lists":
+        _, offsets, content = column.buffers()
+        return cls(np.frombuffer(offsets, np.int32, len(column) + 1), content, begin)
+
+    def bounds(self, place: int) -> tuple[int, int]:
+        return int(self.offsets[place]), int(self.offsets[place + 1])
+
+
 class StoredRows(Sequence[Row]):
     """The rows in `path`, none if it is None. Only a few numbers of each row are in memory.
 
+    The file is mapped while it is opened, and read afterwards: see token_file.py.
+
     Attributes:
-        batches: the columns, in parts.
+        forms: form of the records -> how many; whoever reads them fills it in.
         lengths: (n,) ids of each row.
         targets: (n,) ids of each that are targets.
         skipped_turns, truncated_prompts, truncated_responses: (n,) as in `Row`.
         end_ids: (n,) as in `Row`, `NO_END` where there is none.
-        forms: form of the records -> how many; whoever reads them fills it in.
 
     Raises:
         OSError, pyarrow.ArrowException: if the file cannot be read.
+        GptlmError: later, if it has become shorter.
     """
 
     def __init__(self, path: str | Path | None):
         self.path = path and str(path)
         self.forms: Counter[str] = Counter()
-        stream = pa.ipc.open_stream(pa.memory_map(self.path)) if self.path else []
-        self.batches: list[pa.RecordBatch] = list(stream)
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
-        self._ids = [_views(batch.column("ids")) for batch in self.batches]
-        self._runs = [_views(batch.column("targets")) for batch in self.batches]
-        self.lengths = _joined([np.diff(offsets) for offsets, _ in self._ids])
-        self.targets = _joined([_sums(offsets, runs) for offsets, runs in self._runs])
-        self._prompt_lengths, self.skipped_turns, self.truncated_prompts, self.truncated_responses, self.end_ids = (
-            _joined([_view(batch.column(name)) for batch in self.batches]) for name in NUMBERS
+        batches: list[pa.RecordBatch] = []
+        begin = 0
+        if self.path:
+            content = pa.memory_map(self.path).read_buffer()
+            begin, batches = content.address, list(pa.ipc.open_stream(content))
+            self._file = TokenFile(Path(self.path), np.dtype(np.uint8), 0, content.size)
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        self._ids, self._runs, self._places, self._texts = (
+            [_Lists.of(batch.column(name), begin) for batch in batches]
+            for name in ("ids", "targets", "places", "texts")
         )
+        self._responses = [_Lists.of_texts(batch.column("response"), begin) for batch in batches]
+        contents = [batch.column("texts").values.buffers()[2] for batch in batches]
+        self._contents = [content.address - begin if content is not None else 0 for content in contents]
+        self.lengths = _joined([np.diff(lists.offsets) for lists in self._ids])
+        self.targets = _joined([_sums(*map(_view, _parts(batch.column("targets")))) for batch in batches])
+        self._prompt_lengths, self.skipped_turns, self.truncated_prompts, self.truncated_responses, self.end_ids = (
+            _joined([_view(batch.column(name)) for batch in batches]) for name in NUMBERS
+        )
+        self._special = _special_tokens(batches)
 
     def __reduce__(self) -> tuple:
-        return StoredRows, (self.path,)  # a worker process maps the file, too
+        return StoredRows, (self.path,)  # a worker process opens the file, too
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -103,26 +137,24 @@ class StoredRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         number = range(len(self))[index]
         batch, place = self._find(number)
-        columns = self.batches[batch]
-        places, texts = (columns.column(name)[place].as_py() for name in ("places", "texts"))
         end_id = int(self.end_ids[number])
         return Row(
             *self.tokens(number),
             prompt_length=int(self._prompt_lengths[number]),
             skipped_turns=int(self.skipped_turns[number]),
-            response=columns.column("response")[place].as_py(),
+            response=self._text(self._responses[batch].first, *self._responses[batch].bounds(place)),
             truncated_prompts=int(self.truncated_prompts[number]),
             truncated_responses=int(self.truncated_responses[number]),
-            earlier=tuple(zip(places, texts, strict=True)),
+            earlier=tuple(self._earlier(batch, place)),
             end_id=None if end_id == NO_END else end_id,
         )
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """`ids` and `loss_mask` of a row."""
         batch, place = self._find(number)
-        ids = _item(self._ids[batch], place).copy()  # not a view of a file that cannot be written
+        ids = self._numbers(self._ids[batch], place).copy()  # can be written
         mask = np.zeros(len(ids), dtype=bool)
-        for start, stop in _item(self._runs[batch], place).reshape(-1, 2).tolist():
+        for start, stop in self._numbers(self._runs[batch], place).reshape(-1, 2).tolist():
             mask[start:stop] = True
         return ids, mask
 
@@ -131,29 +163,46 @@ class StoredRows(Sequence[Row]):
         batch = int(np.searchsorted(self._starts, number, side="right")) - 1
         return batch, number - int(self._starts[batch])
 
+    def _earlier(self, batch: int, place: int) -> Iterator[tuple[int, str]]:
+        texts = self._texts[batch]
+        start, stop = texts.bounds(place)
+        if start < stop:
+            ends = self._file[texts.first + 4 * start : texts.first + 4 * (stop + 1)].view(np.int32).tolist()
+            for number, (begin, end) in zip(self._numbers(self._places[batch], place), pairwise(ends), strict=True):
+                yield int(number), self._text(self._contents[batch], begin, end)
+
+    def _numbers(self, lists: _Lists, place: int) -> np.ndarray:
+        start, stop = lists.bounds(place)
+        if start == stop:
+            return np.empty(0, np.int32)
+        return self._file[lists.first + 4 * start : lists.first + 4 * stop].view(np.int32)
+
+    def _text(self, first: int, start: int, stop: int) -> str:
+        return self._file[first + start : first + stop].tobytes().decode() if start < stop else ""
+
     def special_tokens(self, examples: np.ndarray) -> list[str]:
         """The special token in the texts of each of `examples` that has one."""
-        found: list[str] = []
-        for start, batch in zip(self._starts.tolist(), self.batches, strict=False):
-            if batch.column("special").null_count < batch.num_rows:  # nearly always all are null
-                places = examples[(examples >= start) & (examples < start + batch.num_rows)] - start
-                found += batch.column("special").take(pa.array(places)).drop_null().to_pylist()
-        return found
+        return [self._special[number] for number in np.intersect1d(examples, [*self._special]).tolist()]
 
 
-def _views(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and values of a column of lists, not copied."""
-    return _view(column.offsets), _view(column.values)
+def _special_tokens(batches: Sequence[pa.RecordBatch]) -> dict[int, str]:
+    """The numbers of rows that have a special token in their texts, nearly always none, and that token."""
+    found, start = dict[int, str](), 0
+    for batch in batches:
+        if batch.column("special").null_count < batch.num_rows:
+            tokens = enumerate(batch.column("special").to_pylist(), start)
+            found |= {number: token for number, token in tokens if token is not None}
+        start += batch.num_rows
+    return found
+
+
+def _parts(column: pa.ListArray) -> tuple[pa.Array, pa.Array]:
+    return column.offsets, column.values
 
 
 def _view(numbers: pa.Array) -> np.ndarray:
     """Values without null, not copied; `to_numpy` would import pandas."""
     return np.from_dlpack(numbers)
-
-
-def _item(views: tuple[np.ndarray, np.ndarray], place: int) -> np.ndarray:
-    offsets, values = views
-    return values[offsets[place] : offsets[place + 1]]
 
 
 def _sums(offsets: np.ndarray, runs: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ class TokenFile:
         if len(content) < wanted:
             raise GptlmError(
                 f"{self.path} has become shorter while it was read: it has {os.fstat(self._file).st_size:,} bytes, and "
-                f"ids up to byte {place + wanted:,} are needed; restore it, and do not change it during a run"
+                f"those up to byte {place + wanted:,} are needed; restore it, and do not change it during a run"
             )
         return np.frombuffer(content, self.dtype)
 

@@ -58,7 +58,11 @@ class IndexedTokensWriter:
         self.tokens_path, self.index_path, _ = token_files(prefix, layout)
         self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
         owned.begin(self.tokens_path.parent, self._temporaries(), "preprocess")
-        self._file = open(_temporary(self.tokens_path), "xb")
+        try:
+            self._file = open(_temporary(self.tokens_path), "xb")
+        except OSError:
+            owned.end(self.tokens_path.parent, self._temporaries())
+            raise
         if layout == "npy":
             self._file.write(self._npy_header())
 

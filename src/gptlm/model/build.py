@@ -10,7 +10,7 @@ from transformers import GPT2Config
 from transformers.initialization import no_init_weights
 
 from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
-from gptlm.model.files import ADAPTER_CONFIG, CONV1D_WEIGHTS
+from gptlm.model.files import ADAPTER_CONFIG, CONFIG, CONV1D_WEIGHTS, shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.pretrained import load_pretrained
@@ -52,15 +52,31 @@ def new_model(
 
 def check_memory(shape: Shape) -> None:
     """Raises GptlmError if float32 weights of `shape` need more memory than the machine has."""
-    width, inner = shape.hidden_size, shape.intermediate_size
-    layer = 4 * width * width + 2 * width * inner
-    count = shape.num_hidden_layers * layer + (shape.vocab_size + shape.max_position_embeddings) * width
+    count = _matrix_weights(shape)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 4 * count > memory:
         raise GptlmError(
             f"a model of these sizes has {count / 1e9:,.1f} billion weights, which take {4 * count / 1e9:,.0f} GB in "
             f"float32; this machine has {memory / 1e9:,.0f} GB of memory: give smaller sizes, or share the model out "
             "over several processes (gptlm plan finds layouts)"
+        )
+
+
+def _matrix_weights(shape: Shape) -> int:
+    """Weights of the matrices and embeddings, which are nearly all weights."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    layer = 4 * width * width + 2 * width * inner
+    return shape.num_hidden_layers * layer + (shape.vocab_size + shape.max_position_embeddings) * width
+
+
+def _check_size(folder: Path) -> None:
+    """Raises GptlmError if the config has more weights than the files can hold, before memory is allocated for them."""
+    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and path.is_file()]
+    count, size = _matrix_weights(shape_of_config(folder / CONFIG)), sum(path.stat().st_size for path in files)
+    if files and count > size:  # no format takes less than a byte for a weight
+        raise GptlmError(
+            f"the config of {folder} has sizes of {count:,} weights, its files hold {size:,} bytes: config.json and "
+            "weights are not of one model"
         )
 
 
@@ -121,6 +137,7 @@ def load_model(
         )
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
+        _check_size(Path(source))
         _check_pickles(Path(source))
         loaded: Any = load_pretrained(GPTLMHeadModel, source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:

@@ -20,6 +20,7 @@ from gptlm.locks import locked
 from gptlm.model.files import shape_of_config
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
+from gptlm.recipes.common.output_folder import read_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _choose(run: Run) -> str | None:
             advice = f"; give another one with {named('resume_from_checkpoint')}" if path.is_dir() else ""
             raise GptlmError(f"{error.marked}{advice}") from error
     else:
-        newest, skipped = checkpoint.newest(path or output_dir)
+        newest, skipped = checkpoint.newest(path or output_dir, () if path else read_checkpoints(run))
         for reason in skipped:
             logger.warning("%s; it is skipped", reason)
         if newest is None and skipped:

@@ -258,7 +258,7 @@ def _parts(run: SftRun, sources: Sources, tokenizer: PreTrainedTokenizerBase) ->
         numbers = _random_split(run.data.val_size, count, source)
         return Part("train", rows, str(source), numbers[0]), Part("dev", rows, str(source), numbers[1])
     if not training.do_train:
-        logger.info("no file for evaluation: all %d examples of %s are evaluated", count, source)
+        logger.info("no file for evaluation: %s of %s %s evaluated", _all(count), source, "is" if count == 1 else "are")
         return Part("train", NO_ROWS), Part("dev", rows, str(source), np.arange(count))
     if not training.do_eval or len(dev.examples):
         return Part("train", rows, str(source), np.arange(count)), dev
@@ -326,6 +326,10 @@ def _row_settings(run: SftRun, tokenizer: PreTrainedTokenizerBase) -> RowSetting
         questions=run.sources["task_name"].origin is not Origin.DEFAULT,
         columns=Columns(data.prompt_column, data.response_column, data.text_column),
     )
+
+
+def _all(count: int) -> str:
+    return "the only example" if count == 1 else f"all {count} examples"
 
 
 def _with_targets(part: Part) -> np.ndarray:
