@@ -1,5 +1,7 @@
 """What can be wrong with a training run, checked before anything heavy is imported or read."""
 
+import os
+import stat
 from collections.abc import Iterator
 
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
@@ -416,7 +418,7 @@ def _log_parallel(parsed: Parsed, dims: ParallelDims) -> None:
 def check_readable(flag: str, path: str | None) -> None:
     """Raises GptlmError if the file of `flag` cannot be opened; None is no file."""
     try:
-        if path:
+        if path and not stat.S_ISFIFO(os.stat(path).st_mode):  # closing a pipe would end its writer
             open(path, "rb").close()
     except OSError as error:
         raise GptlmError(f"cannot read {named(flag)} {path}: {error.strerror}") from error

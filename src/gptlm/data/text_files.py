@@ -244,13 +244,16 @@ def check_record(record: Any, place: str) -> Any:
     Raises:
         GptlmError: with `place`, the key and the character in the text under it.
     """
-    if isinstance(record, str):
-        return check_text(record, place)
-    if isinstance(record, dict):
-        for key, value in record.items():
-            check_text(key, f"{place}, a key")
-            check_record(value, f"{place.partition(', under ')[0]}, under {key!r}")
-    if isinstance(record, list):
-        for value in record:
-            check_record(value, place)
+    pending = [(record, place)]  # not recursive: the parser accepts more levels than Python's functions
+    while pending:
+        value, where = pending.pop()
+        if isinstance(value, str):
+            check_text(value, where)
+        elif isinstance(value, list):
+            pending += [(item, where) for item in reversed(value)]
+        elif isinstance(value, dict):
+            for key in value:
+                check_text(key, f"{where}, a key")
+            start = where.partition(", under ")[0]
+            pending += [(item, f"{start}, under {key!r}") for key, item in reversed(value.items())]
     return record

@@ -43,7 +43,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise GptlmError(f"the adapters in {folder} are activated LoRA (alora_invocation_tokens); expected plain LoRA")
     for key, types in REQUIRED.items():
         value = config.get(key)
-        if not isinstance(value, types) or isinstance(value, bool) or value == []:
+        is_names = not isinstance(value, list) or (value and all(isinstance(name, str) for name in value))
+        if not isinstance(value, types) or isinstance(value, bool) or not is_names:
             raise GptlmError(f"{path} is damaged: {key} is {value!r}; copy the folder again")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str | None):
