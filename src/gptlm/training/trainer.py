@@ -26,6 +26,7 @@ Overridden, and why (tests/training/test_trainer.py compares the signatures with
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -158,7 +159,8 @@ class GPTTrainer(Trainer):
         self.is_zero_loss_logged = False
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.add_callback(PlainProgress() if self.args.disable_tqdm else ProgressBar())
+        progress_shown = PlainProgress if self.args.disable_tqdm else ProgressBar
+        self.add_callback(progress_shown(weakref.proxy(self)))
 
     def _default_weights(self) -> Float32Weights:
         has_scaler = self.accelerator.scaler is not None or (self.is_deepspeed_enabled and self.args.fp16)
