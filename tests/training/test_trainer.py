@@ -221,6 +221,38 @@ def test_a_loss_function_of_the_user_is_used(tiny_model, tmp_path):
     assert losses(made) == pytest.approx(losses(plain), rel=1e-5)
 
 
+def test_a_stock_collator_gives_the_losses_of_the_stock_trainer(tiny_model, tmp_path):
+    """Training and evaluation, on rows of different length, all in a batch; the labels are not shifted."""
+
+    def collate(rows):
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+    def loss(outputs, labels, num_items_in_batch=None):  # which counts first tokens, too: stock GPT-2 shifts later
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def rates(prediction):
+        return {"rows": len(prediction.label_ids), "width": prediction.predictions.shape[-1]}
+
+    rows = [(1 + block[: 6 + 2 * number] % 498).tolist() for number, block in enumerate(blocks(6))]
+    args = {"max_steps": 3, "per_device_train_batch_size": 6, "save_strategy": "no"}
+    made = stock_trainer(
+        tiny_model, tmp_path, dataset=rows, args=args, dropout=0.0, data_collator=collate, eval_dataset=rows[:5],
+        compute_metrics=rates,
+    )  # fmt: skip
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    stock = Trainer(
+        network, made.args, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5], compute_loss_func=loss
+    )
+    before = made.evaluate(), stock.evaluate()
+    assert before[0]["eval_rows"] == 5 and before[0]["eval_width"] == 500
+    assert before[0]["eval_loss"] == pytest.approx(before[1]["eval_loss"], rel=1e-5)
+    made.train()
+    stock.train()
+    assert losses(made) == pytest.approx(losses(stock), rel=1e-3) and losses(made)[2] < losses(made)[0]
+    assert made.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
