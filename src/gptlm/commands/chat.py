@@ -1,6 +1,6 @@
 """`gptlm chat`: a conversation in the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gptlm.checkpoint.task import note_other_tasks, take_own_adapters
 from gptlm.compat import transformers
@@ -23,16 +23,11 @@ NOT_HERE = {  # arguments of predict that are none of a conversation
 TERMINAL = {"host": "gptlm serve listens on an address", "port": "gptlm serve listens on a port"}
 
 
-def without(fixed: dict[str, str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """`Vocabulary.refused` of arguments that a command does not have."""
-    return {name: ((), reason) for name, reason in fixed.items()}
-
-
 CHAT = Vocabulary(
     (ChatArguments,),
     transformers.CHAT_RENAMED,
     transformers.INFERENCE_IGNORED,
-    transformers.INFERENCE_REFUSED | without(NOT_HERE | TERMINAL),
+    transformers.INFERENCE_REFUSED,
     settings=transformers.INFERENCE_SETTINGS,
     fixed=NOT_HERE | TERMINAL,
 )
@@ -45,13 +40,24 @@ def parse_chat(argv: Sequence[str]) -> tuple[ChatArguments, tuple[str, ...]]:
     problems = []
     if arguments.do_sample and not 1e-4 <= arguments.temperature <= 1e4:
         problems.append(Problem("temperature", f"{arguments.temperature:g}: expected 0.0001 to 10000"))
-    resolve_model(parsed, arguments, problems)
+    resolve_model(parsed, arguments, CHAT.fixed, problems)
     return parsed[ChatArguments], tuple(parsed.notes)
 
 
-def resolve_model(parsed: Parsed, arguments: PredictArguments, more: Iterable[Problem]) -> None:
-    """Find model and adapters of `arguments`. Raises UsageError for `more` and what else is wrong."""
+def resolve_model(
+    parsed: Parsed, arguments: PredictArguments, fixed: Mapping[str, str], more: Iterable[Problem]
+) -> None:
+    """Find model and adapters of `arguments`.
+
+    Args:
+        fixed: arguments of predict that the command does not have -> why.
+        more: what is wrong already.
+
+    Raises:
+        UsageError: for everything that is wrong.
+    """
     problems = [*check_fields(arguments), *more]
+    problems += [Problem(name, f"has no effect here: {reason}") for name, reason in fixed.items() if parsed.given(name)]
     if arguments.bf16 and arguments.fp16:
         problems.append(Problem("bf16", "and --fp16 are both given; use one"))
     if not arguments.model_name_or_path:

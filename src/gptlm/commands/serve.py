@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gptlm.commands.chat import NOT_HERE, resolve_model, without
+from gptlm.commands.chat import NOT_HERE, resolve_model
 from gptlm.compat import transformers
 from gptlm.config.args.chat import ServeArguments
 from gptlm.config.parser import Vocabulary, parse
@@ -14,7 +14,7 @@ SERVE = Vocabulary(
     (ServeArguments,),
     transformers.CHAT_RENAMED,
     transformers.INFERENCE_IGNORED,
-    transformers.INFERENCE_REFUSED | without(FIXED),
+    transformers.INFERENCE_REFUSED,
     settings=transformers.INFERENCE_SETTINGS,
     fixed=FIXED,
 )
@@ -23,5 +23,5 @@ SERVE = Vocabulary(
 def parse_serve(argv: Sequence[str]) -> tuple[ServeArguments, tuple[str, ...]]:
     """The resolved arguments and the lines to log. Raises UsageError, listing everything that is wrong."""
     parsed = parse(SERVE, argv)
-    resolve_model(parsed, parsed[ServeArguments], ())
+    resolve_model(parsed, parsed[ServeArguments], SERVE.fixed, ())
     return parsed[ServeArguments], tuple(parsed.notes)
