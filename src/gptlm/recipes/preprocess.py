@@ -30,6 +30,7 @@ from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
 from gptlm.model.tokenizer import fingerprint, load_gpt2_files, load_tokenizer
 from gptlm.recipes.common.command_results import check_files, maker, note_files
+from gptlm.recipes.common.remote_files import local_copy
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def preprocess(job: PreprocessJob) -> list[Path]:
     tokenizer, name = _tokenizer(job)
     if arguments.append_eos and tokenizer.eos_token_id is None:
         raise GptlmError(f"--append_eos: the tokenizer {name} has no end-of-text token; add one or leave the flag out")
-    files = list_files(arguments.input_path or "")
+    beside = str(Path(arguments.output_prefix or "").parent)
+    files = list_files(local_copy("input_path", arguments.input_path, data_cache=None, output_dir=beside))
     prefixes = _prefixes(job)
     file_format = "mmap" if arguments.dataset_impl == "infer" else arguments.dataset_impl
     outputs = [file for prefix in prefixes for file in token_files(prefix, file_format)]

@@ -15,6 +15,7 @@ from gptlm.disk import is_of_system, write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
 from gptlm.recipes.common.command_results import check_files, maker
+from gptlm.recipes.common.remote_files import local_copy
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
@@ -30,11 +31,12 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     start_logging(main_process=True)
     folder = Path(arguments.output_dir or "")
     check_output("output_dir", folder)
-    inputs = list_files(arguments.input_path or "")
+    path = local_copy("input_path", arguments.input_path, data_cache=None, output_dir=arguments.output_dir)
+    inputs = list_files(path)
     by = maker("tokenizer", asdict(arguments), inputs, overwrite=arguments.overwrite)
     check_files("output_dir", _tokenizer_files(folder), by)
     folder.mkdir(parents=True, exist_ok=True)
-    texts = read_texts(arguments.input_path or "", arguments.json_key, arguments.txt_split)
+    texts = read_texts(path, arguments.json_key, arguments.txt_split)
     first = next((text for text in texts if text.strip()), None)
     if first is None:
         raise GptlmError(f"{arguments.input_path} has no text under {arguments.json_key!r} to train on")

@@ -31,6 +31,7 @@ from gptlm.model.tokenizer import load_tokenizer
 from gptlm.ranks import local_rank
 from gptlm.recipes.common.caches import below_datasets
 from gptlm.recipes.common.model import check_entries, tokenizer_folder
+from gptlm.recipes.common.remote_files import local_copy
 from gptlm.recipes.preprocess import encode, tokenizer_facts
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def with_token_files(run: PretrainRun) -> PretrainRun:
         return run
     tokenizer, name = _tokenizer(run)
     check_entries(run, tokenizer)
-    what, size, batches = _files(data) if data.train_file else _dataset(data)
+    what, size, batches = _files(run) if data.train_file else _dataset(data)
     key = {"kind": "tokens", "format": FORMAT, "column": data.text_column, "tokenizer": _hash_of(tokenizer)} | what
     folders = [Path(data.data_cache)] if data.data_cache else below_datasets(CACHE, run.training.output_dir or "")
     cache = FolderCache(folders, lambda folder: str(folder / NAME))
@@ -90,8 +91,9 @@ def _tokenizer(run: PretrainRun) -> tuple[PreTrainedTokenizerBase, str]:
         raise GptlmError(f"text needs a tokenizer ({error}); give {named('tokenizer_name_or_path')} DIR") from error
 
 
-def _files(data: DataArguments) -> tuple[dict[str, Any], Callable[[], int], Batches]:
-    files = list_files(data.train_file or "")
+def _files(run: PretrainRun) -> tuple[dict[str, Any], Callable[[], int], Batches]:
+    data, output_dir = run.data, run.training.output_dir
+    files = list_files(local_copy("train_file", data.train_file, data_cache=data.data_cache, output_dir=output_dir))
     return (
         {"data": hashes_of(files), "txt_split": PreprocessArguments().txt_split},
         lambda: sum(map(size_of, files)),

@@ -12,6 +12,7 @@ from gptlm.data.folder_cache import hashes_of
 from gptlm.data.text_files import COMPRESSED, format_of, is_dataset, list_files, size_of
 from gptlm.errors import GptlmError
 from gptlm.model.hub_datasets import HubDataset
+from gptlm.recipes.common.remote_files import local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def find_sources(run: SftRun) -> Sources:
     if data.dataset_name_or_path is None:
         found = _hub_splits(run, data.task_name)
     else:
-        path = Path(data.dataset_name_or_path)
+        path = Path(_local(run, "dataset_name_or_path"))
         if path.is_file() or is_dataset(path):
             found["train"] = Files(path, (path,))
         elif path.is_dir():
@@ -71,8 +72,13 @@ def find_sources(run: SftRun) -> Sources:
         else:
             found = _hub_splits(run, str(path))
     if data.eval_dataset_name_or_path:
-        found["dev"] = _evaluation_files(Path(data.eval_dataset_name_or_path))
+        found["dev"] = _evaluation_files(Path(_local(run, "eval_dataset_name_or_path")))
     return found
+
+
+def _local(run: SftRun, flag: str) -> str:
+    data_cache, output_dir = run.data.data_cache, run.training.output_dir
+    return local_copy(flag, getattr(run.data, flag), data_cache=data_cache, output_dir=output_dir)
 
 
 def _hub_splits(run: SftRun, name: str) -> Sources:
