@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 LISTING = ".gptlm-files"
 MANIFEST, RUN_FILE = "manifest.json", "run.json"
-CARD = "README.md"  # of adapters; one that is there already stays
+CARD = "README.md"  # of a model; one that is there already stays
+CARD_MARK = "<!-- Written by gptlm when the model is saved; without this line the file is left as it is. -->"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 TOKENIZER = (
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
@@ -93,10 +94,19 @@ def entry_of(folder: Path, name: str, files: dict[str, Entry] | None = None) -> 
     path = folder / name
     if any(part.is_symlink() for part in (path, *path.parents[: len(Path(name).parts) - 1])):
         return None
+    if path.name == CARD and path.is_file() and not is_own_card(path):
+        return None
     entry = files.get(name) or next((files[above] for above in _above(name) if above in files), None)
     if entry is None or (entry.size is not None and path.is_file() and path.stat().st_size != entry.size):
         return None
     return entry
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether the model card `path` can be written: there is none, or it is one that gptlm wrote, even if changed."""
+    if not os.path.lexists(path):
+        return True
+    return not path.is_symlink() and path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
 def is_own_folder(folder: Path, name: str, files: dict[str, Entry] | None = None) -> bool:
@@ -205,7 +215,7 @@ def move_in(staging: Path, folder: Path, command: str, key: str | None = None) -
     for name in list(names):
         if not os.path.lexists(folder / name) or entry_of(folder, name, files) is not None:
             continue
-        if name == CARD:
+        if Path(name).name == CARD:
             names.remove(name)
         else:
             make_way(folder, name)

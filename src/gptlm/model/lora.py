@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from gptlm import owned
 from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.adapter_initial import INITIAL, converted, initial_half, initial_values, take_from_base, trained_half
@@ -39,7 +40,6 @@ ADAPTER = "default"  # PEFT's name of a model's only adapter
 FINGERPRINT = "base_fingerprint"  # key in the metadata of the adapter file, which PEFT ignores
 SAMPLED = ("wte.weight", "wpe.weight", "ln_f.weight", "attn.c_attn.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 SAMPLED_LAYERS, SAMPLED_ROWS, SAMPLED_VOCABULARY = 4, 16, 256
-CARD_MARK = "<!-- Written by gptlm when adapters are saved; without this line the file is left as it is. -->"
 
 
 def add_adapters(
@@ -295,8 +295,8 @@ def write_card(folder: Path, base: str, entries: int | None) -> None:
         base: folder or hub name of the base model.
         entries: size of the vocabulary if tokens were added, else None.
     """
-    path = folder / "README.md"
-    if path.exists() and not (path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")):
+    path = folder / owned.CARD
+    if not owned.is_own_card(path):
         return
     on_hub = not Path(base).is_absolute()  # the hub refuses a card whose base_model is a local path
     data = ModelCardData(
@@ -313,5 +313,5 @@ def write_card(folder: Path, base: str, entries: int | None) -> None:
         'model = PeftModel.from_pretrained(model, ".")',
     ]
     code = "\n".join(["```python", *lines, "```"])
-    text = f"---\n{data.to_yaml()}\n---\n\n{CARD_MARK}\n\n# LoRA adapters\n\nFor the model `{base}`.\n\n{added}{code}\n"
-    path.write_text(text, encoding="utf-8")
+    head = f"---\n{data.to_yaml()}\n---\n\n{owned.CARD_MARK}\n\n# LoRA adapters\n\nFor the model `{base}`."
+    path.write_text(f"{head}\n\n{added}{code}\n", encoding="utf-8")

@@ -36,6 +36,7 @@ from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
 from gptlm.recipes.common.model import tokenizer_folder
+from gptlm.recipes.common.model_card import card_of_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
@@ -185,6 +186,8 @@ def _write(source: Source, folder: Path, conversion: Conversion, tokenizer: PreT
             write_huggingface(source, folder, dtype, tokenizer, bar.update)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if conversion.main.to == "hf":
+        card_of_folder(folder, "converted")
 
 
 def write_huggingface(

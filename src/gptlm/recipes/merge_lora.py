@@ -18,6 +18,7 @@ from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fit_to_model
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
+from gptlm.recipes.common.model_card import card_of_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
 
@@ -44,6 +45,7 @@ def merge_lora(arguments: MergeArguments) -> None:
     model = merged(source, adapters, getattr(torch, arguments.dtype))
     with new_folder("output_path", output, by) as staging:
         save(*model, staging)
+        card_of_folder(staging, "merged with LoRA adapters", base)
     logger.info("adapters of %s merged into %s: %s", adapters, source, output)
 
 
@@ -59,6 +61,7 @@ def merge_beside(base: str, run_folder: Path, name: str) -> None:
         try:
             (staging / name).mkdir()
             save(*model, staging / name)
+            card_of_folder(staging / name, "merged with LoRA adapters", base_model_of(run_folder))
             owned.move_in(staging, run_folder, owned.RUN)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

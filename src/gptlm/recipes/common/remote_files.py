@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def local_copy(flag: str, path: str | None, *, data_cache: str | None, output_di
         for name, (remote, _, _) in files.items():
             target = folder / FILES / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _tried(flag, path, lambda remote=remote, target=target: system.get_file(remote, str(target)))
+            _tried(flag, path, partial(system.get_file, remote, str(target)))
         return {}
 
     what = {"kind": "remote files", "url": path, "files": {name: [*file] for name, file in files.items()}}

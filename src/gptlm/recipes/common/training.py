@@ -34,6 +34,7 @@ from gptlm.recipes.common.device import Device, choose_device, use_device
 from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.common.model import log_weights_source
+from gptlm.recipes.common.model_card import write_run_card
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
 from gptlm.recipes.common.profiling import check_profile, profiled
 from gptlm.recipes.common.resume import (
@@ -362,6 +363,8 @@ def finish(run: Run, trainer: GPTTrainer, metrics: dict[str, float]) -> None:
         owned.note(folder, [checkpoint.HISTORY], owned.RUN)
         trainer.state.save_to_json(str(folder / checkpoint.HISTORY))
         report_training(folder)
+        with checkpoint.writing(folder, "the model card"):
+            write_run_card(run, metrics)
     if "train_runtime" in metrics:
         speed = trainer.trained.tokens / max(metrics["train_runtime"], 1e-9)
         logger.info("Effective Tokens per second: %.2f", speed)
