@@ -208,6 +208,8 @@ def test_overwriting_removes_what_is_listed_and_nothing_else(train, finished, tm
     if earlier:  # a version without listings
         (out / owned.LISTING).unlink()
         (out / "training_args.bin").write_bytes(b"1")
+        for name in ("report.html", "run_log.jsonl"):
+            (out / name).unlink(missing_ok=True)
     mine = [
         "notes.txt",
         "checkpoint-1/notes.txt",

@@ -20,6 +20,8 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 CACHE = "gptlm-files"  # folder below that of `datasets`, or in the output folder
 FILES = "files"  # in an entry
 
+Found = dict[str, tuple[str, int, str]]
+
 
 def local_copy(flag: str, path: str | None, *, data_cache: str | None, output_dir: str | None) -> str:
     """`path`, if it is not remote; else the local file, or the folder of local files, with its content.
@@ -35,7 +37,7 @@ def local_copy(flag: str, path: str | None, *, data_cache: str | None, output_di
     path = path or ""
     if not URL.match(path):
         return path
-    system, files = _find(flag, path)
+    system, root, files = _find(flag, path)
     folders = [Path(data_cache)] if data_cache else below_datasets(CACHE, output_dir or "")
     sizes = {name: size for name, (_, size, _) in files.items()}
 
@@ -55,14 +57,15 @@ def local_copy(flag: str, path: str | None, *, data_cache: str | None, output_di
 
     what = {"kind": "remote files", "url": path, "files": {name: [*file] for name, file in files.items()}}
     local, _ = FolderCache(folders, open_entry).load_or_build(what, copy, first=local_rank() == 0)
-    if len(files) == 1 and not _is_folder(system, path):
-        local = local / next(iter(files))
+    name, (remote, _, _) = next(iter(files.items()))
+    if len(files) == 1 and remote == root:  # one file, not a folder or glob with one
+        local = local / name
     logger.info("%s is read from its copy %s", path, local)
     return str(local)
 
 
-def _find(flag: str, url: str) -> tuple[Any, dict[str, tuple[str, int, str]]]:
-    """The file system, and name -> (remote path, bytes, a mark that changes with the file) of each file."""
+def _find(flag: str, url: str) -> tuple[Any, str, Found]:
+    """The file system, the path of `url` in it, and its files: name -> (remote path, bytes, a mark of its content)."""
     import fsspec  # slow
 
     protocol = url.partition("://")[0].lower()
@@ -71,7 +74,7 @@ def _find(flag: str, url: str) -> tuple[Any, dict[str, tuple[str, int, str]]]:
     if protocol == "hf":
         _tried(flag, url, require_network)
 
-    def find() -> tuple[Any, dict[str, tuple[str, int, str]]]:
+    def find() -> tuple[Any, str, Found]:
         system, root = fsspec.core.url_to_fs(url)
         if any(letter in root for letter in "*?["):
             paths = [found for found in system.glob(root) if system.isfile(found)]
@@ -84,14 +87,13 @@ def _find(flag: str, url: str) -> tuple[Any, dict[str, tuple[str, int, str]]]:
             names = {root.rpartition("/")[2]: root} if system.exists(root) else {}
         if not names:
             raise GptlmError(f"{named(flag)} {url}: there is no such file or folder")
-        return system, {name: (path, system.size(path), system.ukey(path)) for name, path in sorted(names.items())}
+        return (
+            system,
+            root,
+            {name: (path, system.size(path), system.ukey(path)) for name, path in sorted(names.items())},
+        )
 
     return _tried(flag, url, find)
-
-
-def _is_folder(system: Any, url: str) -> bool:
-    root = system._strip_protocol(url)
-    return any(letter in root for letter in "*?[") or system.isdir(root)
 
 
 def _check_package(flag: str, url: str, protocol: str) -> None:
