@@ -168,8 +168,6 @@ def test_aliases_of_transformers_and_trl(vocabulary, words, flag, value):
         (PRETRAIN, "--group_by_length", "samples all have --max_seq_length tokens"),
         (PRETRAIN, "--train_sampling_strategy group_by_length", "the sample order follows from --seed"),
         (SFT, "--train_sampling_strategy sequential", "expected one of random, group_by_length"),
-        (SFT, "--data_seed 3", "not implemented"),
-        (PRETRAIN, "--data_seed 0", "not implemented"),
         (PRETRAIN, "--val_size 0.1", "--split 949,50,1"),
         (SFT, "--validation_split_percentage 10", "--val_size"),
         (SFT, "--dataset_text_field body", "--text_column"),

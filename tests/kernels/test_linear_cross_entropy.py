@@ -135,3 +135,17 @@ def test_logits_are_never_held_whole():
     with Watch():
         linear_cross_entropy(hidden, weight, targets).backward()
     assert max(sizes) <= loss_module.CHUNK_TOKENS * 8192 < hidden.shape[0] * 8192
+
+
+def test_no_gradient_is_computed_where_none_is_taken():
+    asked = []
+
+    def chunk(product, targets, ignore_index, first_id, entries, reduce, with_gradient):
+        asked.append(with_gradient)
+        return chunk_loss(product, targets, ignore_index, first_id, entries, reduce, with_gradient)
+
+    hidden, weight = torch.randn(4, 8), torch.randn(130, 8, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.arange(4), chunk=chunk)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, torch.arange(4), chunk=chunk)
+    assert asked == [True, False]

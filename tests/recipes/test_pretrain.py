@@ -371,7 +371,7 @@ def test_trackers_get_the_resolved_run(train, tiny_model, corpus_folder, tmp_pat
 
 
 def test_visualdl_without_visualdl_is_tensorboard_with_one_line(train, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gptlm.recipes.common.training_args.find_spec", lambda name: None)
+    monkeypatch.setattr("gptlm.recipes.common.trackers.find_spec", lambda name: None)
     train("--report_to", "visualdl")
     assert capsys.readouterr().out.count("visualdl is not installed") == 1
     assert list(tmp_path.glob("out/runs/*/events.out.tfevents*"))

@@ -259,7 +259,6 @@ def test_a_stock_collator_gives_the_losses_of_the_stock_trainer(tiny_model, tmp_
         ("auto_find_batch_size", True),
         ("train_sampling_strategy", "group_by_length"),
         ("dataloader_drop_last", True),
-        ("data_seed", 3),
         ("torch_empty_cache_steps", 1),
         ("average_tokens_across_devices", False),
     ],

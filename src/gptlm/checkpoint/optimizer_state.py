@@ -3,10 +3,15 @@
 `optimizer-00001.safetensors`, ... hold float32 tensors named `parameter|kind`: `exp_avg` and `exp_avg_sq` (AdamW's
 moments) and, where the model's own weights are half precision, `master` (their float32 copies). Parameters have the
 network's names and shapes, so any layout can take its part.
+
+Of other optimizers everything in a parameter's state is stored, under its own name and in its own precision; numbers
+are tensors without dimensions named `parameter|kind|number`. ZeRO's parts hold what has the parameter's shape, and a
+step count.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +26,24 @@ from gptlm.parallel.sharding import checkpoint_name, local_shard
 from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NUMBER = "|number"
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory while it writes
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> None:
     """Write `tensors` as they come; every rank has to take them, one of them `writes`."""
     if writes:
-        floats = ((name, to_cpu_float32(tensor)) for name, tensor in tensors)
+        floats = ((name, _to_file(name, tensor)) for name, tensor in tensors)
         save_shards(folder, floats, "optimizer-{:05d}.safetensors", FILE_BYTES)
     else:
         deque(tensors, maxlen=0)  # gathering them is collective
+
+
+def _to_file(name: str, tensor: Tensor) -> Tensor:
+    if name.rpartition("|")[2] in ("master", *MOMENTS):
+        return to_cpu_float32(tensor)
+    return tensor.detach().cpu().contiguous()
 
 
 def files(folder: Path) -> list[Path]:
@@ -81,6 +94,18 @@ class StoredStates:
     def has_moments(self, name: str) -> bool:
         return f"{checkpoint_name(name)}|{MOMENTS[0]}" in self.tensors
 
+    def kinds(self, name: str) -> list[str]:
+        """What is stored of a parameter besides its master."""
+        return [kind for kind in self._kinds.get(checkpoint_name(name), ()) if kind != "master"]
+
+    @cached_property
+    def _kinds(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for key in self.tensors:
+            name, _, kind = key.partition("|")
+            found.setdefault(name, []).append(kind)
+        return found
+
     def _get(self, key: str) -> Tensor:
         if key not in self.tensors:
             raise GptlmError(f"the checkpoint {self.folder} lacks {key}; resume from another checkpoint")
@@ -101,6 +126,15 @@ def _has_masters(optimizer: Any) -> bool:
     return hasattr(optimizer, "masters")
 
 
+def _is_count(kind: str) -> bool:
+    return kind == "step" or kind.endswith(NUMBER)
+
+
+def _is_adamw(optimizer: Any) -> bool:
+    """Whether it is torch's AdamW or DeepSpeed's: state is the moments."""
+    return isinstance(optimizer, torch.optim.Adam) or type(optimizer).__module__.startswith("deepspeed")
+
+
 # One process, or replicas that each hold everything ---------------------------------------------------------------
 
 
@@ -109,11 +143,35 @@ def _plain(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
         if _has_masters(optimizer):
             state = optimizer.tensors(parameter)
             kinds: tuple[str, ...] = ("master", *MOMENTS) if optimizer.updates else ("master",)
-        else:
+        elif _is_adamw(optimizer):
             state = optimizer.state.get(parameter, {})
             kinds = MOMENTS if state else ()
+        else:
+            state, kinds = _named_tensors(optimizer.state.get(parameter, {})), ()
+            yield from ((f"{name}|{kind}", value) for kind, value in state.items())
         for kind in kinds:
             yield f"{name}|{kind}", state[kind]
+
+
+def _named_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The state of one parameter; numbers as tensors."""
+    found = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+    numbers = {kind: value for kind, value in state.items() if isinstance(value, int | float)}
+    return found | {
+        f"{kind}{NUMBER}": torch.tensor(value, dtype=_NUMBERS[type(value)]) for kind, value in numbers.items()
+    }
+
+
+def _restored(stored: StoredStates, name: str, device: torch.device, *, on_device: bool) -> dict[str, Any]:
+    """The state of one parameter as `_named_tensors` wrote it; counts stay in host memory unless kernels read them."""
+    found: dict[str, Any] = {}
+    for kind in stored.kinds(name):
+        value = stored.moment(name, kind)
+        if kind.endswith(NUMBER):
+            found[kind.removesuffix(NUMBER)] = value.item()
+        else:
+            found[kind] = value.to(device) if value.ndim or on_device else value
+    return found
 
 
 @torch.no_grad()
@@ -122,6 +180,10 @@ def _load_plain(stored: StoredStates, model: nn.Module, optimizer: Any, steps: i
     for name, parameter in trained(model):
         weight = stored.weight(name)
         parameter.copy_(weight)
+        if not _has_masters(optimizer) and not _is_adamw(optimizer):
+            if steps and stored.kinds(name):
+                optimizer.state[parameter] = _restored(stored, name, parameter.device, on_device=fused)
+            continue
         moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
         if _has_masters(optimizer):
             optimizer.updates = steps
@@ -142,28 +204,42 @@ def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
     if stepped:
         link_optimizer_state(optimizer)
+    kinds = MOMENTS if _is_adamw(optimizer.optimizer) else _kinds_of_parts(optimizer)
     half = trained(model)[0][1].dtype != torch.float32
     for name, parameter in trained(model):
         if half:
             yield f"{name}|master", safe_get_full_fp32_param(parameter)
-        for kind in MOMENTS if stepped else ():
+        for kind in kinds if stepped else ():
             yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
+
+
+def _kinds_of_parts(optimizer: Any) -> list[str]:
+    """What has the shape of the flat parts in the state of an element-wise optimizer."""
+    found = [
+        kind
+        for part in flat_partitions(optimizer)[:1]
+        for kind, value in optimizer.optimizer.state.get(part, {}).items()
+        if isinstance(value, Tensor) and value.numel() == part.numel()
+    ]
+    return sorted(found)
 
 
 @torch.no_grad()
 def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-    inner = optimizer.optimizer
-    if steps:
+    inner, first = optimizer.optimizer, trained(model)[0][0]
+    adamw = _is_adamw(inner)
+    kinds = MOMENTS if adamw else tuple(kind for kind in stored.kinds(first) if not _is_count(kind))
+    if steps and (adamw or kinds):
         for part in flat_partitions(optimizer):
             step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
-            inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in MOMENTS}}
+            inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in kinds}}
         link_optimizer_state(optimizer)
     for name, parameter in trained(model):
         weight = stored.weight(name)
         safe_set_full_fp32_param(parameter, weight)
-        for kind in MOMENTS if steps and stored.has_moments(name) else ():
+        for kind in kinds if steps and kinds[0] in stored.kinds(name) else ():
             safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
         with gathered_parameters([parameter], write=True):
             parameter.data.copy_(weight)

@@ -33,7 +33,7 @@ PRETRAIN = Vocabulary(
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.PRETRAIN_IGNORED | megatron.IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.PRETRAIN_REFUSED | megatron.REFUSED,
     settings=transformers.TRAINING_SETTINGS,
-    alias_values=megatron.VALUES,
+    alias_values=megatron.VALUES | transformers.TRAINING_VALUES,
     sections=training_arguments,
 )
 

@@ -43,6 +43,7 @@ SFT = Vocabulary(
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.SFT_REFUSED | paddlenlp.SFT_REFUSED,
     settings=transformers.SFT_SETTINGS | paddlenlp.SFT_SETTINGS,
+    alias_values=transformers.TRAINING_VALUES,
     defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
     fixed=FIXED,
 )

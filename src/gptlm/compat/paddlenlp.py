@@ -149,7 +149,6 @@ SFT_REFUSED = {
     "lora_plus_scale": ((*OFF_DEGREE, "1.0"), "LoRA+ is not implemented; use --lora"),
     "lokr": (OFF, "LoKr is not implemented; use --lora"),
     "vera": (OFF, "VeRA is not implemented; use --lora"),
-    "neftune": (OFF, "NEFTune is not implemented"),
     "weight_quantize_algo": (OFF, "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"),
 }
 

@@ -37,12 +37,18 @@ TRAINING_RENAMED = {
 # An alias that sets other arguments for some of its values: value -> our arguments; a bare switch is "true".
 CPU: Settings = {name: {"true": "--device cpu", "false": ""} for name in ("use_cpu", "no_cuda")}
 _WEIGHTS = {"auto": "", "float32": "", "fp32": "", "none": ""}
-TRAINING_SETTINGS: Settings = CPU | {
-    name: _WEIGHTS
-    | dict.fromkeys(("bfloat16", "bf16"), "--bf16 true --fp16_opt_level O2")
-    | dict.fromkeys(("float16", "fp16"), "--fp16 true --fp16_opt_level O2")
-    for name in ("torch_dtype", "dtype")
-}
+TRAINING_SETTINGS: Settings = (
+    CPU
+    | {
+        "adafactor": {"true": "--optim adafactor", "false": ""},
+    }
+    | {
+        name: _WEIGHTS
+        | dict.fromkeys(("bfloat16", "bf16"), "--bf16 true --fp16_opt_level O2")
+        | dict.fromkeys(("float16", "fp16"), "--fp16 true --fp16_opt_level O2")
+        for name in ("torch_dtype", "dtype")
+    }
+)
 INFERENCE_SETTINGS: Settings = CPU | {
     name: _WEIGHTS
     | dict.fromkeys(("bfloat16", "bf16"), "--bf16 true")
@@ -53,11 +59,13 @@ SFT_SETTINGS: Settings = TRAINING_SETTINGS | {
     name: {"true": "", "none": "", "false": "--train_on_prompt true"}
     for name in ("completion_only_loss", "assistant_only_loss")
 }
+# transformers' `include_num_input_tokens_seen` is a switch or a word
+TRAINING_VALUES = {"include_num_input_tokens_seen": {"true": "all", "1": "all", "false": "no", "0": "no"}}
+SFT_SETTINGS |= {"neftune": {"true": "--neftune_noise_alpha 5", "false": ""}}  # PaddleNLP's switch and its alpha
 SFT_SETTINGS |= {"train_sampling_strategy": {"random": "", "group_by_length": "--group_by_length true"}}
 
 ATTENTION = "attention always uses the fastest kernel of the device, flash attention included"
 NO_UPLOAD = "gptlm uploads nothing; use hf upload with the output folder"
-TRACKIO = "trackio is not supported; --report_to accepts tensorboard and wandb"
 OWN_METRICS = "evaluation has its own metrics"
 LOADER = "it changes the speed of data loading only; samples and order are the same"
 REPLICAS = "every parameter gets a gradient in every step, and gradients are averaged once per step"
@@ -79,17 +87,14 @@ TRAINING_IGNORED = {
     "gradient_checkpointing_kwargs": "recomputation is never reentrant; results are the same",
     "gradient_checkpointing_use_reentrant": "recomputation is never reentrant; results are the same",
     "torch_compile_backend": "layers and loss are compiled with the inductor backend",
-    "torch_compile_mode": "layers and loss are compiled in one mode; for CUDA graphs use --cuda_graphs",
     "use_liger_kernel": "the loss is already computed without materializing all logits",
     "liger_kernel_config": "the loss is already computed without materializing all logits",
     "use_cache": "training uses no key-value cache",
     "torch_empty_cache_steps": "the allocator cache is not emptied; results are the same",
     "logging_nan_inf_filter": "a NaN or infinite loss stops the run",
-    "include_num_input_tokens_seen": "consumed samples and throughput are always logged",
     "include_tokens_per_second": "consumed samples and throughput are always logged",
     "log_level_replica": "rank 0 logs",
-    "project": TRACKIO,
-    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), TRACKIO),
+    "trackio_static_space_id": "trackio makes a static copy of the Space of --trackio_space_id, and of no other",
     **dict.fromkeys(
         ("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"), OWN_METRICS
     ),
@@ -101,10 +106,7 @@ TRAINING_IGNORED = {
     "restore_callback_states_from_checkpoint": "a resumed run restores all state",
     "length_column_name": "lengths are counted in tokens",
     **dict.fromkeys(
-        (
-            "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-            "dataloader_multiprocessing_context dataloader_in_order dispatch_batches"
-        ).split(),
+        ("dataloader_multiprocessing_context dataloader_in_order dispatch_batches").split(),
         LOADER,
     ),
     **dict.fromkeys(
@@ -125,6 +127,7 @@ TRAINING_IGNORED = {
     "dataset_streaming": "data is always read as needed",
 }
 
+SHARDED = "give --sharding stage3 for full_shard, stage2 for shard_grad_op, with offload for fsdp's offload"
 LOSS = "the loss is always the mean over the target tokens of all processes"
 ON = ("", "1", "true", "t", "yes", "y", "on")
 EMPTY = ("", "none", "null", "{}")
@@ -135,27 +138,16 @@ MODEL_REFUSED: Refused = {
 }
 TRAINING_REFUSED: Refused = {
     **MODEL_REFUSED,
-    "data_seed": (EMPTY, "a separate data seed is not implemented; --seed sets weights, dropout and order"),
     "average_tokens_across_devices": (ON, LOSS),
-    "label_smoothing_factor": (NONE_OR_ZERO, "label smoothing is not implemented"),
-    "neftune_noise_alpha": (NONE_OR_ZERO, "NEFTune is not implemented"),
-    "tf32": ((*OFF, *EMPTY), "float32 products are not reduced to TF32; use --bf16"),
-    "lr_scheduler_kwargs": (EMPTY, "give --min_learning_rate, --decay_steps, --lr_end or --power"),
-    "optim_args": (EMPTY, "give --adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay"),
-    "optim_target_modules": (EMPTY, "the optimizer is AdamW for all weights"),
-    "adafactor": (OFF, "the optimizer is AdamW"),
-    "auto_find_batch_size": (OFF, "it is not implemented; gptlm plan shows which micro-batch size fits"),
-    "logging_strategy": (("", "steps"), "log lines come every --logging_steps; trackers are set with --report_to"),
-    "eval_delay": (NONE_OR_ZERO, "a delayed first evaluation is not implemented; use --eval_steps"),
+    "optim_target_modules": (EMPTY, "one optimizer updates all weights; no optimizer that needs this is offered"),
     "push_to_hub": (OFF, NO_UPLOAD),
-    "full_determinism": (OFF, "CPU runs are deterministic; deterministic GPU kernels are not implemented"),
     "accelerator_config": (EMPTY, "batches are split in one way; give the batch sizes"),
     "split_batches": (OFF, "--per_device_train_batch_size is per process; give --global_batch_size for all"),
     "parallelism_config": (EMPTY, "give --tensor_parallel_degree, --pipeline_parallel_degree and --sharding"),
-    "fsdp": ((*OFF, *EMPTY, "[]"), "weights are sharded with --sharding stage3"),
-    "fsdp_config": (EMPTY, "weights are sharded with --sharding stage3"),
-    "fsdp_min_num_params": (NONE_OR_ZERO, "weights are sharded with --sharding stage3"),
-    "fsdp_transformer_layer_cls_to_wrap": (EMPTY, "weights are sharded with --sharding stage3"),
+    "fsdp": ((*OFF, *EMPTY, "[]"), SHARDED),
+    "fsdp_config": (EMPTY, SHARDED),
+    "fsdp_min_num_params": (NONE_OR_ZERO, SHARDED),
+    "fsdp_transformer_layer_cls_to_wrap": (EMPTY, SHARDED),
     "sharded_ddp": ((*OFF, *EMPTY, "[]"), "optimizer state is sharded with --sharding stage1 or stage2"),
     "debug": ((*EMPTY, "[]"), "a NaN or infinite loss stops the run; there is no other debug mode"),
     "use_mps_device": (OFF, "gptlm runs on gpu and cpu"),

@@ -181,8 +181,18 @@ def derive_evaluations(parsed: Parsed) -> None:
         )
     if training.disable_tqdm is None:
         training = parsed.put(replace(training, disable_tqdm=False))
-    if training.load_best_model_at_end and training.metric_for_best_model is None:
-        parsed.put(replace(training, metric_for_best_model="loss"), derived("load_best_model_at_end"))
+    wanted = wants_best(training)
+    if wanted and training.metric_for_best_model is None:
+        parsed.put(replace(training, metric_for_best_model="loss"), derived(wanted))
+
+
+def wants_best(training: TrainingArguments) -> str | None:
+    """The argument that compares evaluations, if there is one."""
+    if training.load_best_model_at_end:
+        return "load_best_model_at_end"
+    if training.save_strategy == "best":
+        return "save_strategy"
+    return "early_stopping_patience" if training.early_stopping_patience is not None else None
 
 
 def derive_schedule(parsed: Parsed) -> None:

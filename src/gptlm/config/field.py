@@ -29,6 +29,7 @@ def arg(
     also: Mapping[float, str] | None = None,
     unit: str = "",
     check: Callable[[Any], str | None] | None = None,
+    nested: bool = False,
 ) -> Any:
     """A dataclass field that is a flag.
 
@@ -39,11 +40,12 @@ def arg(
         ge, gt, le, lt: range of a number. None as a value is always accepted.
         also: accepted values outside the range -> their meaning.
         unit: of the number, for --help and messages.
+        nested: the value may be a mapping in a file; it becomes JSON text.
         check: returns what is wrong with a value, as `Problem.text`, or None.
     """
     metadata = {
         "help": help, "choices": choices, "words": words, "switch": switch, "ge": ge, "gt": gt, "le": le, "lt": lt,
-        "also": also or {}, "unit": unit, "check": check,
+        "also": also or {}, "unit": unit, "check": check, "nested": nested,
     }  # fmt: skip
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

@@ -218,10 +218,11 @@ class _Reader:
 
     def _set(self, name: str, known: str, given: Argument, negated: bool) -> None:
         parsed = self.parsed
-        if given.nested:
+        if given.nested and not self.flags[name][0].metadata["nested"]:
             raise UsageError(f"{given.typed} holds a nested value; expected a string, number, boolean or list")
         values = self.vocabulary.alias_values.get(known, {})
-        given = replace(given, values=tuple(values.get(value.lower(), value) for value in given.values))
+        words = given.values or (("true",) if "true" in values else ())
+        given = replace(given, values=tuple(values.get(value.lower(), value) for value in words))
         f, kind = self.flags[name]
         if not given.values and f.metadata["switch"]:
             parsed.bare[name] = given.typed

@@ -69,6 +69,11 @@ class Run:
         return 1 if self.dims.pipeline > 1 else self.batch.accumulation
 
     @property
+    def order_seed(self) -> int:
+        """The random seed of the data order."""
+        return self.training.seed if self.training.data_seed is None else self.training.data_seed
+
+    @property
     def groups(self) -> tuple[Any, ...]:
         """All arguments of the run."""
         return (self.model, self.parallel, self.training)
@@ -266,9 +271,14 @@ def with_epochs_counted(run: AnyRun, steps_per_epoch: int, *, last_step: int | N
     if training.evaluation_strategy == "epoch" and last_step is None:
         training = parsed.put(replace(training, evaluation_strategy="steps"), derived("epoch"))
         training = parsed.put(replace(training, eval_steps=steps_per_epoch), derived("steps per epoch"))
+        delay = training.eval_delay * steps_per_epoch
+        training = parsed.put(replace(training, eval_delay=delay), derived(f"{training.eval_delay:g} epochs"))
     if training.save_strategy == "epoch" and last_step is None:
         training = parsed.put(replace(training, save_strategy="steps"), derived("epoch"))
-        parsed.put(replace(training, save_steps=steps_per_epoch), derived("steps per epoch"))
+        training = parsed.put(replace(training, save_steps=steps_per_epoch), derived("steps per epoch"))
+    if training.logging_strategy == "epoch" and last_step is None:
+        training = parsed.put(replace(training, logging_strategy="steps"), derived("epoch"))
+        parsed.put(replace(training, logging_steps=steps_per_epoch), derived("steps per epoch"))
     derive_schedule(parsed)
     training = parsed[TrainingArguments]
     if training.do_train and training.load_best_model_at_end and training.evaluation_strategy == "steps":

@@ -5,15 +5,15 @@ import stat
 from collections.abc import Iterator
 
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
-from gptlm.config.derive import degrees_fit, sharing
+from gptlm.config.derive import degrees_fit, sharing, wants_best
 from gptlm.config.field import check_fields
 from gptlm.config.model_size import ModelSource
 from gptlm.config.parser import Parsed
 from gptlm.config.problem import Problem
+from gptlm.config.validate_options import option_problems
 from gptlm.errors import GptlmError, named
 from gptlm.parallel.dims import ParallelDims, bubble_fraction
 
-TRACKERS = ("visualdl", "tensorboard", "wandb", "all", "none", "autonlp")
 SHARE_UNIT = 1_000_000
 FOR_TRAINING = ("max_steps", "num_train_epochs", "learning_rate")  # given by users who want to train
 PIPELINE_STAGE = "pipeline parallel is not compatible for sharding stage2 or stage3, please using sharding stage1"
@@ -57,7 +57,7 @@ def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource |
 
     Without `dims` or `source`, which were refused before, the checks that need them are omitted.
     """
-    problems = [*check_fields(*parsed.groups.values()), *_training(parsed)]
+    problems = [*check_fields(*parsed.groups.values()), *_training(parsed), *option_problems(parsed, dims)]
     if dims is not None:
         problems += [*_parallel_layout(parsed, dims), *_float8(parsed, dims)]
         _log_no_effect(parsed, dims)
@@ -70,7 +70,7 @@ def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[Problem]:
     """What can be wrong with pretraining alone."""
     training = parsed[TrainingArguments]
     metric = training.metric_for_best_model
-    if training.load_best_model_at_end and training.do_train and metric not in ("loss", "eval_loss"):
+    if wants_best(training) and training.do_train and metric not in ("loss", "eval_loss"):
         yield Problem("metric_for_best_model", f"{metric!r}: pretraining evaluates the loss only")
     if training.greater_is_better:
         yield Problem("greater_is_better", "true: the metric of pretraining is the loss, of which less is better")
@@ -145,9 +145,6 @@ def _training(parsed: Parsed) -> Iterator[Problem]:
             "device",
             f"{training.device!r} is one GPU for {world} processes; use {named('device')} gpu",
         )
-    for tracker in training.report_to:
-        if tracker not in TRACKERS:
-            yield Problem("report_to", f"{tracker!r}: expected {', '.join(TRACKERS[:5])}")
     resume = (training.resume_from_checkpoint or "").lower()
     if resume in ("false", "0", "no"):
         yield Problem(
@@ -163,6 +160,8 @@ def _training(parsed: Parsed) -> Iterator[Problem]:
 
 
 def _best_model(training: TrainingArguments) -> Iterator[Problem]:
+    if training.save_strategy == "best":
+        return
     if training.evaluation_strategy == "no" or training.evaluation_strategy != training.save_strategy:
         yield Problem(
             "load_best_model_at_end",
@@ -175,6 +174,8 @@ def _best_model(training: TrainingArguments) -> Iterator[Problem]:
 
 def steps_apart(training: TrainingArguments) -> Iterator[Problem]:
     """Whether a checkpoint comes without an evaluation, which load_best_model_at_end needs."""
+    if training.save_strategy == "best":
+        return
     save, evaluate = training.save_steps, training.eval_steps or 1
     mixed = (save < 1) != (evaluate < 1)  # max_steps is not known yet; shares of it are compared as in transformers
     if mixed or round(save * SHARE_UNIT) % round(evaluate * SHARE_UNIT):

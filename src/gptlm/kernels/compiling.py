@@ -12,6 +12,7 @@ from gptlm.kernels import fused_gelu
 from gptlm.kernels.linear_cross_entropy import chunk_loss, chunk_scores
 from gptlm.upstream.torch import leave_open, opens_dimensions, recomputes_open_shapes, triton_obstacle
 
+AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}  # mode max-autotune-no-cudagraphs of torch 2.13
 COMPILED_CHUNK = 4096  # tokens: without float32 logits in memory, longer chunks cost less and fill the GPU better
 
 
@@ -22,6 +23,7 @@ def compile_model(
     fused: bool = True,
     lengths_vary: bool = False,
     joins_norms: bool = False,
+    autotune: bool = False,
 ) -> None:
     """Compile the blocks of `model`, a GPTLMHeadModel, and its loss at their first use; parameter names stay.
 
@@ -34,14 +36,16 @@ def compile_model(
         lengths_vary: compile once for all sequence lengths, not first for one of them.
         joins_norms: allow each residual sum to be one kernel with the layer norm after it, across blocks. Each costs
             CPU time, too.
+        autotune: measure several kernels for each matrix product and take the fastest: minutes at the first step.
     """
+    tuning: dict[str, Any] = AUTOTUNE if autotune else {}
     fused = fused and fused_gelu.is_available()
     transformer = model.transformer
     transformer.joins_norms = joins_norms and can_join_norms(transformer)
     for block in transformer.own_blocks:
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; to recompute dropout, the
         # compiler has to know its seed
-        options: Any = None if block.recompute else {"fallback_random": True}
+        options: Any = tuning | ({} if block.recompute else {"fallback_random": True}) or None
         block.mlp.fused = fused and block.recompute != "full"  # a fused layer keeps its results, so nothing is saved
         if within_hooks:
             block.forward = torch.compile(block.forward, options=options)
@@ -53,7 +57,7 @@ def compile_model(
         for module in (transformer.drop, *([transformer.h[0].ln_1] if transformer.joins_norms else [])):
             module.register_forward_hook(_leave_shape_open)
     # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
-    chunk, scores = torch.compile(chunk_loss), torch.compile(chunk_scores)
+    chunk, scores = torch.compile(chunk_loss, options=tuning or None), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
     model.output_scores = partial(model.output_scores, chunk=scores, chunk_tokens=COMPILED_CHUNK)
 

@@ -158,6 +158,8 @@ def linear_cross_entropy(
     """
     size = min(chunk_tokens, max(CHUNK_TOKENS, hidden.shape[0] // 4))
     how = (ignore_index, first_id, reduce, chunk, size)
+    if not torch.is_grad_enabled():  # a function's context counts a parameter's gradient as needed all the same
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, targets, *how)
 
 

@@ -28,6 +28,7 @@ from gptlm.errors import GptlmError
 from gptlm.signals import Terminated, held, installed, not_held
 from gptlm.training.grad_sync import offload_error
 from gptlm.training.metrics.loss import TrainLoss
+from gptlm.training.smaller_batches import SmallerBatches
 from gptlm.training.step import Inputs, TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -103,21 +104,26 @@ def _run(
         if stop.number is not None:
             _end_by_signal(trainer, last_logged)
     batches = iter(trainer.callback_handler.train_dataloader)
-    while state.global_step < max_steps:
+    restarts = SmallerBatches(trainer) if trainer.finds_batch_size else None
+    while state.global_step < max_steps and not trainer.control.should_training_stop:
         micro_batches = _next_batches(trainer, batches)
         if not micro_batches:
             logger.warning("the training data ended at step %d of %d", state.global_step, max_steps)
             break
-        # compiling takes a while, and there is nothing to save; of several processes all end at the same step
-        is_first = state.global_step == progress.start_step and trainer.args.world_size == 1
-        with not_held() if is_first else nullcontext():
-            step(micro_batches, count_targets(trainer, micro_batches), trainer.train_loss.pending)
+        smaller = _step(trainer, step, micro_batches, restarts)
+        if restarts is not None and smaller is not None:
+            del micro_batches
+            batches = restarts.restart(smaller)
+            continue
         state.global_step += 1
         done = state.global_step - progress.start_step
         state.epoch = progress.passes(done)
         for inputs in micro_batches:
             trainer.current_flos += float(trainer.floating_point_ops(inputs))
-            trainer._track_num_input_tokens(inputs)
+            if trainer.args.include_num_input_tokens_seen == "all":
+                trainer._track_num_input_tokens(inputs)
+        if trainer.args.include_num_input_tokens_seen == "non_padding":
+            state.num_input_tokens_seen = trainer.consumed.tokens
         trainer.fire("on_step_end")
         stop.look()
         last_logged = _log_evaluate_save(trainer, step, last_logged, begun, trial, ignore_keys)
@@ -132,6 +138,22 @@ def _run(
         if is_last or trainer.control.should_training_stop:
             break
     return _finish(trainer, begun, last_logged)
+
+
+def _step(trainer: Any, step: TrainingStep, micro_batches: list[Inputs], restarts: SmallerBatches | None) -> int | None:
+    """Train a step; returns the micro-batch to repeat it with where it has run out of memory."""
+    # compiling takes a while, and there is nothing to save; of several processes all end at the same step
+    is_first = trainer.state.global_step == trainer.progress.start_step and trainer.args.world_size == 1
+    try:
+        with not_held() if is_first else nullcontext():
+            step(micro_batches, count_targets(trainer, micro_batches), trainer.train_loss.pending)
+    except RuntimeError as error:
+        if restarts is None or (smaller := restarts.next_size(error)) is None:
+            raise
+        return smaller
+    if restarts is not None:
+        restarts.note()
+    return None
 
 
 def prepare(trainer: Any, max_steps: int) -> TrainingStep:
@@ -261,6 +283,8 @@ def _log_evaluate_save(
         logs = {"loss": pending / (state.global_step - last_logged)}
         if (norm := step.weights.grad_norm) is not None:
             logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
+        if trainer.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen
         loss.drain(pending)
         last_logged = state.global_step
         trainer.store_flos()

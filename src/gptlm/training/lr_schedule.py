@@ -4,11 +4,18 @@
 (`paddlenlp/transformers/optimization.py`): the first optimizer update is step 1 and warm-up is subtracted. With
 `start` 0 they are Megatron's (`megatron/learning_rates.py`), and PaddleFleetX's with `use_increments`; PaddleFleetX's
 of 2022 is the cosine. `oneflow_cosine` (OneFlow-Benchmark's GPT, first update 0) does not subtract the warm-up. The
-other three are the schedules of PaddleNLP's and HuggingFace's Trainer, whose first update is step 0.
+other three are the schedules of PaddleNLP's and HuggingFace's Trainer, whose first update is step 0. `StockSchedule`
+has the other schedules of transformers by name.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import get_scheduler
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,42 @@ class Schedule:
             return self.end
         left = 1.0 - (done - self.warmup) / max(1.0, self.decay - self.warmup)
         return self.end + (self.maximum - self.end) * left**self.power
+
+
+@dataclass(frozen=True)
+class StockSchedule:
+    """A schedule of `transformers.get_scheduler`, whose first update is step 0.
+
+    Attributes:
+        kind: its name there.
+        maximum: the peak rate.
+        warmup, steps: of warm-up, and of the whole schedule.
+        settings: `scheduler_specific_kwargs`.
+    """
+
+    kind: str
+    maximum: float
+    warmup: float
+    steps: float
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def rate(self, update: int) -> float:
+        """Learning rate of optimizer update number `update` = 1, 2, 3, ..."""
+        return self.maximum * self.factor(update - 1)
+
+    @cached_property
+    def factor(self) -> Callable[[int], float]:
+        """The factor on the peak rate, by the number of updates done.
+
+        Raises:
+            TypeError, ValueError: for settings that the schedule does not take, or lacks.
+        """
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.maximum or 1.0)  # some read the peak rate from it
+        made: Any = get_scheduler(
+            self.kind,
+            optimizer,
+            num_warmup_steps=math.ceil(self.warmup),
+            num_training_steps=math.ceil(self.steps),
+            scheduler_specific_kwargs=dict(self.settings),
+        )
+        return made.lr_lambdas[0]

@@ -49,7 +49,7 @@ from gptlm.signals import survive_first
 from gptlm.training import loop
 from gptlm.training.callbacks import PlainProgress, ProgressBar
 from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
-from gptlm.training.lr_schedule import Schedule
+from gptlm.training.lr_schedule import Schedule, StockSchedule
 from gptlm.training.metrics.caller import CallerMetrics
 from gptlm.training.metrics.loss import LossMetrics, TrainLoss
 from gptlm.training.metrics.run_log import RunLog
@@ -74,7 +74,6 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "parallelism_config": (None,),
     "torch_empty_cache_steps": (None,),
     "train_sampling_strategy": ("random",),
-    "data_seed": (None,),
     "dataloader_drop_last": (False,),
     "dataloader_in_order": (True,),
     "accelerator_config.split_batches": (False,),
@@ -101,6 +100,7 @@ class GPTTrainer(Trainer):
     Args:
         schedule: learning rate by update; None: the one of `args`.
         mesh: process groups where several processes share a replica of the model.
+        finds_batch_size: see `SmallerBatches`.
         save_on_signal: whether a signal saves a checkpoint, inside `gptlm.signals.ending_on_signals()`.
 
     Raises:
@@ -122,9 +122,10 @@ class GPTTrainer(Trainer):
         progress: SequentialProgress | EpochProgress | None = None,
         metrics: LossMetrics | None = None,
         run_log: RunLog | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | StockSchedule | None = None,
         mesh: Mesh | None = None,
         save_on_signal: bool = True,
+        finds_batch_size: bool = False,
         data_collator: Callable | None = None,
         **kwargs: Any,
     ):
@@ -136,7 +137,7 @@ class GPTTrainer(Trainer):
         super().__init__(model, args, collator, **kwargs)
         self.has_default_collator = data_collator is None
         use_one_gpu(self.args)
-        self.mesh, self.schedule = mesh, schedule
+        self.mesh, self.schedule, self.finds_batch_size = mesh, schedule, finds_batch_size
         self.weights = weights or self._default_weights()
         self.grad_sync = grad_sync or (
             DeepSpeedSync() if self.is_deepspeed_enabled else default_grad_sync(self.args.world_size)
@@ -260,7 +261,8 @@ class GPTTrainer(Trainer):
             if not isinstance(dataset[0], Mapping):  # blocks are equally long
                 self.model.transformer.expect_repeated_shapes()
             steps = max(0, last - done)
-            epochs = Epochs(dataset, sizes=sizes, filler=None, batch=batch, steps=steps, seed=args.seed, start=position)
+            seed = args.seed if args.data_seed is None else args.data_seed
+            epochs = Epochs(dataset, sizes=sizes, filler=None, batch=batch, steps=steps, seed=seed, start=position)
             self.progress = EpochProgress(epochs)
         if manifest is not None:
             self.progress.resume(manifest)
@@ -318,9 +320,7 @@ class GPTTrainer(Trainer):
         accumulation, progress = self.args.gradient_accumulation_steps, self.progress
         batches = self.state.max_steps * accumulation
         done = progress.start_step * accumulation
-        return self._loader(
-            progress.dataset, progress.first_index, self.args.per_device_train_batch_size, batches, done
-        )
+        return self.loader(progress.dataset, progress.first_index, self.args.per_device_train_batch_size, batches, done)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -331,9 +331,9 @@ class GPTTrainer(Trainer):
             check_dataset(dataset, "eval_dataset")
             dataset = Filled(dataset, None, size * self.replicas)
         self.run_log.evaluated_batches = len(dataset) // (size * self.replicas)
-        return self._loader(dataset, 0, size, self.run_log.evaluated_batches)
+        return self.loader(dataset, 0, size, self.run_log.evaluated_batches)
 
-    def _loader(self, dataset: Any, start: int, size: int, batches: int, done: int = 0) -> DataLoader:
+    def loader(self, dataset: Any, start: int, size: int, batches: int, done: int = 0) -> DataLoader:
         """Consecutive samples from `start` on; a resumed run has read `done` of its `batches`."""
         sampler = ConsecutiveBatches(
             start=start,

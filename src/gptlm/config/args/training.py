@@ -6,6 +6,7 @@ in PaddleNLP) and the dropout probabilities (the model's own if weights are load
 
 from dataclasses import dataclass
 
+from gptlm.config.args.choices import NO_SCHEDULES, OPTIMIZERS, OWN_SCHEDULES, STOCK_SCHEDULES
 from gptlm.config.field import LARGEST, LARGEST_SEED, LONGEST_WAIT, arg
 from gptlm.data.blocks import DOCUMENT_MASKINGS
 from gptlm.data.order import DATA_ORDERS, parse_split
@@ -157,6 +158,9 @@ class TrainingArguments:
     per_device_train_batch_size: int = arg(8, "micro-batch size: samples per forward pass and process", ge=1)
     per_device_eval_batch_size: int = arg(8, "evaluation batch size per process", ge=1)
     gradient_accumulation_steps: int = arg(1, "micro-batches per optimizer step", ge=1)
+    auto_find_batch_size: bool = arg(
+        False, "one process: after running out of memory, smaller micro-batches and more accumulation"
+    )
     local_batch_size: int | None = arg(
         None, "samples per optimizer step and data-parallel replica; unset: micro-batch x accumulation", ge=1
     )
@@ -170,7 +174,10 @@ class TrainingArguments:
     lr_scheduler_type: str = arg(
         "linear",
         "learning rate schedule",
-        choices=("linear", "cosine", "oneflow_cosine", "constant", "constant_with_warmup", "polynomial"),
+        choices=(*OWN_SCHEDULES, *STOCK_SCHEDULES, *NO_SCHEDULES),
+    )
+    lr_scheduler_kwargs: str | None = arg(
+        None, "settings of a schedule of transformers, as a JSON object or name=value,name=value", nested=True
     )
     lr_start_step: int = arg(
         1, "step number of the first update in linear and cosine schedules; 0: its rate is 0", ge=0, le=1
@@ -185,13 +192,24 @@ class TrainingArguments:
     decay_steps: float | None = arg(None, "step at which the learning rate reaches its minimum; unset: max_steps", gt=0)
     lr_end: float = arg(1e-7, "final learning rate of the polynomial schedule")
     power: float = arg(1.0, "exponent of the polynomial schedule")
-    optim: str = arg("adamw", "optimizer; all names mean AdamW", choices=("adamw", "adamw_torch", "adamw_torch_fused"))
+    optim: str = arg("adamw", "optimizer; adamw, adamw_torch and adamw_torch_fused are one", choices=OPTIMIZERS)
+    optim_args: str | None = arg(
+        None, "settings of other optimizers than AdamW, as name=value,name=value or a JSON object", nested=True
+    )
     weight_decay: float = arg(0.0, "decoupled weight decay; not applied to biases and layer norms", ge=0)
     adam_beta1: float = arg(0.9, "AdamW beta1", ge=0, lt=1)
     adam_beta2: float = arg(0.999, "AdamW beta2", ge=0, lt=1)
     adam_epsilon: float = arg(1e-8, "AdamW epsilon", ge=0)
     max_grad_norm: float = arg(1.0, "gradient clipping: maximum global norm; 0: off", ge=0)
+    label_smoothing_factor: float = arg(0.0, "label smoothing of the training loss; evaluation has none", ge=0, lt=1)
+    neftune_noise_alpha: float | None = arg(
+        None, "NEFTune: uniform noise on the embeddings in training, at most alpha / sqrt(length x width)", ge=0
+    )
     seed: int = arg(42, "random seed of weights, dropout and data order", ge=0, le=LARGEST_SEED)
+    data_seed: int | None = arg(None, "random seed of the data order alone; unset: seed", ge=0, le=LARGEST_SEED)
+    full_determinism: bool = arg(
+        False, "deterministic kernels only, not compiled: runs on one machine are equal bit by bit, and slower"
+    )
     device: str = arg("gpu", "gpu, gpu:N or cpu; falls back to cpu with a warning if there is no GPU", check=bad_device)
     fp16: bool = arg(False, "float16 mixed precision")
     bf16: bool = arg(False, "bfloat16 mixed precision")
@@ -200,12 +218,18 @@ class TrainingArguments:
         "mixed precision level; O0: float32, O1: autocast, O2: half-precision weights with float32 master weights",
         choices=("O0", "O1", "O2"),
     )
+    tf32: bool | None = arg(None, "TF32 in float32 matrix products of an Ampere or newer GPU; unset: torch's default")
     scale_loss: float = arg(32768.0, "fp16: initial dynamic loss scale", gt=0)
     loss_scale: float | None = arg(None, "fp16: static loss scale; unset: dynamic", gt=0)
     loss_scale_window: int = arg(2000, "fp16: steps without overflow before the loss scale doubles", ge=1)
     hysteresis: int = arg(1, "fp16: overflows before the loss scale halves", ge=1)
     min_loss_scale: float = arg(1.0, "fp16: minimum loss scale; an overflow there stops the run", ge=1)
     torch_compile: bool | None = arg(None, "compile layers and loss; unset: on a GPU")
+    torch_compile_mode: str | None = arg(
+        None,
+        "mode of torch.compile; unset: default",
+        choices=("default", "max-autotune-no-cudagraphs"),
+    )
     cuda_graphs: bool | None = arg(
         None,
         "replay forward and backward of a micro-batch as a CUDA graph, one for each shape; unset: if compiled, without "
@@ -233,8 +257,15 @@ class TrainingArguments:
         check=bad_interval,
         unit="steps",
     )
+    eval_delay: float = arg(
+        0, "no evaluation before this step, or before this epoch with evaluation_strategy epoch", ge=0
+    )
     minimum_eval_times: int | None = arg(None, "lower eval_steps to reach at least this number of evaluations", ge=1)
-    save_strategy: str = arg("steps", "when to save checkpoints", choices=("no", "steps", "epoch"))
+    save_strategy: str = arg(
+        "steps",
+        "when to save checkpoints; best: after each evaluation that improves metric_for_best_model",
+        choices=("no", "steps", "epoch", "best"),
+    )
     save_steps: float = arg(
         500, "checkpoint interval; below 1: fraction of max_steps", check=bad_interval, unit="steps"
     )
@@ -245,6 +276,12 @@ class TrainingArguments:
     load_best_model_at_end: bool = arg(False, "load the best checkpoint at the end of training")
     metric_for_best_model: str | None = arg(None, "metric of the best checkpoint; unset: loss")
     greater_is_better: bool | None = arg(None, "whether a higher metric is better; unset: by metric")
+    early_stopping_patience: int | None = arg(
+        None, "end training after this many evaluations in a row without a better metric_for_best_model", ge=1
+    )
+    early_stopping_threshold: float = arg(
+        0.0, "early_stopping_patience: by how much more than this the metric has to improve", ge=0
+    )
     ignore_save_lr_and_optim: bool = arg(False, "save weights only; such checkpoints cannot be resumed")
     ignore_load_lr_and_optim: bool = arg(
         False, "resume weights and sample position only, with a new optimizer and schedule"
@@ -253,11 +290,24 @@ class TrainingArguments:
         None, "checkpoint folder to resume from; true or unset: the newest in output_dir"
     )
     logging_steps: float = arg(500, "log interval; below 1: fraction of max_steps", check=bad_interval, unit="steps")
+    logging_strategy: str = arg("steps", "when to log the training loss", choices=("no", "steps", "epoch"))
     log_format: str = arg("paddlenlp", "library whose log lines are printed", choices=LOG_FORMATS)
     logging_first_step: bool = arg(False, "also log the first step")
     logging_dir: str | None = arg(None, "folder for TensorBoard events; unset: output_dir/runs/<date>_<host>")
-    report_to: list[str] = arg(["visualdl"], "trackers: visualdl, tensorboard, wandb, all or none", words=True)
-    run_name: str | None = arg(None, "run name in wandb")
+    include_num_input_tokens_seen: str = arg(
+        "no",
+        "count input tokens in the log lines: all, or those that are not padding",
+        choices=("no", "all", "non_padding"),
+    )
+    report_to: list[str] = arg(
+        ["visualdl"],
+        "trackers: visualdl, tensorboard, wandb, mlflow, swanlab, trackio; all: visualdl and tensorboard; or none",
+        words=True,
+    )
+    run_name: str | None = arg(None, "run name in wandb, mlflow, swanlab and trackio")
+    project: str = arg("huggingface", "project in trackio; the others read theirs from the environment")
+    trackio_space_id: str | None = arg(None, "Hugging Face Space that trackio uploads to; unset: local files only")
+    trackio_bucket_id: str | None = arg(None, "Hugging Face bucket of trackio_space_id")
     disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar if stderr is a terminal")
     skip_memory_metrics: bool = arg(True, "false: add memory usage to the log lines")
     profile: int | None = arg(
@@ -268,4 +318,9 @@ class TrainingArguments:
         unit="steps",
     )
     dataloader_num_workers: int = arg(0, "worker processes that load samples", ge=0)
+    dataloader_pin_memory: bool = arg(True, "batches in page-locked memory, which a GPU copies faster")
+    dataloader_prefetch_factor: int | None = arg(
+        None, "batches that each worker process loads ahead; unset: torch's 2", ge=1
+    )
+    dataloader_persistent_workers: bool = arg(False, "keep worker processes after the last batch of a pass")
     ddp_timeout: int = arg(1800, "timeout of collective operations", ge=1, le=LONGEST_WAIT, unit="seconds")

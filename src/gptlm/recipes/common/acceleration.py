@@ -12,6 +12,7 @@ from gptlm.config.run import Run
 from gptlm.errors import UsageError, named
 from gptlm.kernels.compiling import compile_model, compile_obstacle, lengths_obstacle
 from gptlm.kernels.float8 import convert_to_float8
+from gptlm.kernels.label_smoothing import smooth_labels
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
 from gptlm.ranks import local_world_size
@@ -64,7 +65,13 @@ def accelerate(
         logger.info("flat_grad_sync: gradients are reduced once, after backward (--flat_grad_sync 0: during it)")
     is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
     obstacle = _graph_obstacle(device.type, is_local=is_local, uneven=uneven)
-    is_graph_wanted = run.training.cuda_graphs is not False
+    is_graph_wanted = run.training.cuda_graphs is not False and not run.training.full_determinism
+    if obstacle is None and run.training.auto_find_batch_size:
+        obstacle = "--auto_find_batch_size may change the micro-batch"
+        logger.info("forward and backward are not replayed as a CUDA graph: %s", obstacle)
+    elif obstacle is None and run.training.neftune_noise_alpha:
+        obstacle = "--neftune_noise_alpha draws noise outside of the compiled blocks"
+        logger.info("forward and backward are not replayed as a CUDA graph: %s", obstacle)
     if obstacle is None and adapters is not None and not run.training.torch_compile:
         obstacle = adapters
         logger.info("blocks are neither compiled nor captured as CUDA graphs: %s (see --torch_compile)", adapters)
@@ -74,6 +81,8 @@ def accelerate(
     is_compiled = _compile(
         run, model, device.type, deepspeed, default=default, lengths_vary=lengths_vary, joins_norms=is_captured
     )
+    if run.training.label_smoothing_factor:
+        smooth_labels(model, run.training.label_smoothing_factor, torch.compile if is_compiled else None)
     if obstacle is None and not is_compiled:
         obstacle = "the blocks are not compiled (see --torch_compile)"
     if obstacle is None and is_graph_wanted:
@@ -113,7 +122,7 @@ def _compile(
     Returns:
         Whether they are compiled.
     """
-    wanted = run.training.torch_compile
+    wanted = False if run.training.full_determinism else run.training.torch_compile
     if not (default and device == "cuda" if wanted is None else wanted):
         return False
     sharded = stage_of(deepspeed or {}) == 3
@@ -124,7 +133,14 @@ def _compile(
         obstacle = lengths_obstacle(model)
     if obstacle is None:
         fused = run.dims.pipeline == 1
-        compile_model(model, within_hooks=sharded, fused=fused, lengths_vary=lengths_vary, joins_norms=joins_norms)
+        compile_model(
+            model,
+            within_hooks=sharded,
+            fused=fused,
+            lengths_vary=lengths_vary,
+            joins_norms=joins_norms,
+            autotune=run.training.torch_compile_mode == "max-autotune-no-cudagraphs",
+        )
         logger.info("blocks and loss are compiled, the first step takes longer (--torch_compile 0 switches this off)")
         return True
     if wanted:

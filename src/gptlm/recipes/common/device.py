@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gptlm.config.args.training import TrainingArguments
 from gptlm.errors import UsageError
 from gptlm.quiet import deepspeed_without_gpu
 from gptlm.ranks import is_launched
@@ -67,6 +68,23 @@ def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
 def precision_of(fp16: bool, bf16: bool, level: str) -> str:
     """The precision requested by the flags; O0 disables half precision."""
     return "fp32" if level == "O0" else "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+
+def choose_arithmetic(training: TrainingArguments, device: Device) -> None:
+    """Check --tf32, and let all kernels be deterministic with --full_determinism.
+
+    Raises:
+        UsageError: for --tf32 on a GPU without it.
+    """
+    if training.tf32 and device.type == "cpu":
+        logger.warning("--tf32 has no effect: a CPU has none")
+    elif training.tf32 and torch.cuda.get_device_capability() < (8, 0):
+        raise UsageError(f"{torch.cuda.get_device_name()} has no TF32 (Ampere and newer GPUs have); leave --tf32 out")
+    if training.full_determinism:
+        from transformers import enable_full_determinism  # with the Trainer's modules, which prediction does not need
+
+        enable_full_determinism(training.seed)
+        logger.info("all kernels are deterministic, nothing is compiled (full_determinism)")
 
 
 def peak_flops(device: Device) -> float | None:

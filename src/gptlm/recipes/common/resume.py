@@ -26,6 +26,13 @@ logger = logging.getLogger(__name__)
 
 SAMPLED = "sampled_content"  # of the token files: blocks of them
 MEANINGS = {SAMPLED: "the token files were changed, the samples to come are of other text"}
+LATER = {  # settings that older checkpoints do not note, which were trained without them
+    "optim": "adamw",
+    "optim_args": None,
+    "lr_scheduler_kwargs": None,
+    "label_smoothing_factor": 0.0,
+    "neftune_noise_alpha": None,
+}
 UNNOTED = {SAMPLED: "does not note the content of the token files: whether they are still the same is not checked"}
 
 
@@ -208,7 +215,8 @@ def settings(run: Run) -> dict[str, Any]:
     training = run.training
     names = ("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "decay_steps", "max_steps")
     more = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-    return {name: getattr(training, name) for name in (*names, *more)} | {"global_batch_size": run.batch.total}
+    kinds = ("optim", "optim_args", "lr_scheduler_kwargs", "label_smoothing_factor", "neftune_noise_alpha")
+    return {name: getattr(training, name) for name in (*names, *more, *kinds)} | {"global_batch_size": run.batch.total}
 
 
 def is_same_order(resume: Checkpoint, order: dict[str, Any]) -> bool:
@@ -221,6 +229,7 @@ def log_changes(resume: Checkpoint, manifest: dict[str, dict[str, Any]]) -> None
     """Log one line per setting that differs from the one recorded in the checkpoint."""
     for kind, meaning in (("order", "the samples to come are in another order"), ("settings", "the new value holds")):
         noted = getattr(resume.manifest, kind)
+        noted = noted and (LATER | noted if kind == "settings" else noted)
         for name, value in manifest[kind].items():
             if name in UNNOTED and noted and name not in noted:
                 logger.info("%s %s", resume.path.name, UNNOTED[name])

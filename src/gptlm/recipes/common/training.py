@@ -20,6 +20,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.checkpointer import Checkpointer
+from gptlm.config.args.training import TrainingArguments
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
 from gptlm.model.build import check_finite
@@ -30,7 +31,7 @@ from gptlm.parallel.zero_config import stage_of
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
-from gptlm.recipes.common.device import Device, choose_device, use_device
+from gptlm.recipes.common.device import Device, choose_arithmetic, choose_device, use_device
 from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.common.model import log_weights_source
@@ -46,13 +47,16 @@ from gptlm.recipes.common.resume import (
     log_changes,
     settings,
 )
-from gptlm.recipes.common.training_args import hf_arguments, tracker_callbacks
+from gptlm.recipes.common.trackers import check_trackers, tracker_callbacks
+from gptlm.recipes.common.training_args import hf_arguments
+from gptlm.recipes.common.updates import check_updates, make_optimizer, stock_schedule
 from gptlm.recipes.report.recording import Recorder
 from gptlm.recipes.report.write import report_training
 from gptlm.signals import held
 from gptlm.training.cuda_graphs import CudaGraphStep
+from gptlm.training.early_stopping import EarlyStopping
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
-from gptlm.training.lr_schedule import Schedule
+from gptlm.training.lr_schedule import Schedule, StockSchedule
 from gptlm.training.metrics.loss import LossMetrics
 from gptlm.training.metrics.results import write_results
 from gptlm.training.metrics.run_log import RunLog
@@ -99,17 +103,20 @@ def check_run(
     if run.refusals:
         raise UsageError("\n".join(run.refusals))
     training = run.training
+    check_trackers(run)
     check_output("output_dir", Path(training.output_dir or ""))
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
     check_own_files(run)
     resume = find_resume_checkpoint(run, check, store)
+    check_updates(run, resume)
     log_weights_source(run, resume)
     if run.model.continue_training and run.source.kind == "folder":
         check_weights(Path(run.source.weights or ""))
     device = choose_device(training.device, fp16=training.fp16, bf16=training.bf16, level=training.fp16_opt_level)
     use_device(device)
     check_float8(run, device)
+    choose_arithmetic(run.training, device)
     check_flat_grad_sync(run, device)
     return device, resume
 
@@ -162,14 +169,17 @@ def build_trainer(
         model=model,
         args=job.arguments,
         callbacks=[
+            *early_stopping(training),
             *tracker_callbacks(run, Path(training.output_dir or "")),
             Recorder(run, data_table or []),
             *filter(None, [job.heartbeat]),
             *hooks.callbacks,
         ],
         **hooks.of_trainer,
+        optimizer_cls_and_kwargs=make_optimizer(run, job.arguments),
         mesh=job.mesh,
         save_on_signal=training.save_on_signal,
+        finds_batch_size=training.auto_find_batch_size,
         weights=make_weights(run, job),
         grad_sync=make_grad_sync(run, job, is_flat=acceleration.flat_grad_sync),
         runner=make_runner(run, job, use_cuda_graph=acceleration.cuda_graph),
@@ -190,6 +200,12 @@ def build_trainer(
         ),
         **given,
     )
+
+
+def early_stopping(training: TrainingArguments) -> list[EarlyStopping]:
+    """The callback of --early_stopping_patience, if that is given."""
+    patience = training.early_stopping_patience
+    return [] if patience is None else [EarlyStopping(patience, training.early_stopping_threshold)]
 
 
 def make_weights(run: Run, job: Job) -> Float32Weights:
@@ -241,9 +257,11 @@ def make_loss_scale(run: Run, deepspeed: dict[str, Any] | None) -> LossScale:
     )
 
 
-def schedule(run: Run) -> Schedule:
+def schedule(run: Run) -> Schedule | StockSchedule:
     """The learning rate of each update."""
     training = run.training
+    if (stock := stock_schedule(training)) is not None:
+        return stock
     return Schedule(
         kind=training.lr_scheduler_type,
         maximum=training.learning_rate,

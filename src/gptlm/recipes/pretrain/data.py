@@ -145,7 +145,7 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
             split,
             num_samples=samples[split],
             seq_length=run.data.max_seq_length,
-            seed=run.training.seed,
+            seed=run.order_seed,
             cache=cache,
             data_order=run.data.data_order,
         )
@@ -209,7 +209,7 @@ def order_manifest(run: PretrainRun, dataset: PretrainingDataset | None) -> dict
         "data_order": run.data.data_order,
         "data": [content_hash(part.tokens.sizes) for part in parts],
         "max_seq_length": run.data.max_seq_length,
-        "seed": run.training.seed,
+        "seed": run.order_seed,
         "split": run.data.split,
         "epochs": [part.order.epochs for part in parts],
         "separate_last_epoch": [part.order.separate_last_epoch for part in parts],

@@ -168,7 +168,7 @@ def _prompts(row: Row) -> list[Prompt]:
 def order_manifest(run: SftRun, data: SftData) -> dict[str, Any]:
     """What determines the sample order."""
     grouped = {"grouped_batch": run.batch.total} if run.data.group_by_length and not run.data.zero_padding else {}
-    return {"data": data.digest, "samples": len(data.train), "seed": run.training.seed} | grouped
+    return {"data": data.digest, "samples": len(data.train), "seed": run.order_seed} | grouped
 
 
 def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase, device: str) -> RowCollator | PackCollator:

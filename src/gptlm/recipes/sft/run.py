@@ -27,6 +27,7 @@ from gptlm.recipes.common.model import make_model, weights_folder
 from gptlm.recipes.common.output_folder import MERGED
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
+from gptlm.recipes.common.updates import stock_schedule
 from gptlm.recipes.merge_lora import merge_beside
 from gptlm.recipes.sft.adapters import check_package, check_same_adapters, check_stage, obstacle_of, quantize_matrices
 from gptlm.recipes.sft.data import (
@@ -41,7 +42,7 @@ from gptlm.recipes.sft.data import (
 from gptlm.recipes.sft.sources import find_sources
 from gptlm.recipes.sft.tokenizer import check_added_tokens, check_tokenizer, find_sft_tokenizer
 from gptlm.training.callbacks import EndOfTurn
-from gptlm.training.lr_schedule import Schedule
+from gptlm.training.lr_schedule import Schedule, StockSchedule
 from gptlm.training.metrics.responses import ResponseMetrics
 from gptlm.training.progress import EpochProgress
 
@@ -179,7 +180,7 @@ def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs
         filler=NO_TARGETS,
         batch=run.batch.total,
         steps=max(0, run.training.max_steps - done),
-        seed=run.training.seed,
+        seed=run.order_seed,
         grouped=run.data.group_by_length and not run.data.zero_padding,
         start=position,
     )
@@ -220,9 +221,11 @@ def _base_name(run: SftRun) -> str:
     return weights if run.source.kind == "preset" else str(Path(weights).absolute())
 
 
-def _schedule(run: SftRun) -> Schedule:
+def _schedule(run: SftRun) -> Schedule | StockSchedule:
     """PaddleNLP's fine-tuning decays linearly to lr_decay_ratio; its first update is step 0 of the warm-up."""
     training = run.training
+    if (stock := stock_schedule(training)) is not None:
+        return stock
     linear = training.lr_scheduler_type == "linear"
     return Schedule(
         kind="polynomial" if linear else training.lr_scheduler_type,
