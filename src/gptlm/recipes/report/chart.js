@@ -11,7 +11,7 @@
   const data = JSON.parse(document.getElementById("report-data").textContent);
   const isDark = window.matchMedia("(prefers-color-scheme: dark)");
   const isCoarse = window.matchMedia("(pointer: coarse)").matches;
-  const plots = [], axes = [], grids = [], legends = [], curves = [], marks = [];
+  const plots = [], axes = [], grids = [], legends = [], sources = [], marks = [];
   const range = data.panels.length ? new Bokeh.DataRange1d({range_padding: 0.02}) : null;
 
   function draw(panel) {
@@ -52,21 +52,22 @@
   }
   function drawCurve(plot, curve) {
     const source = new Bokeh.ColumnDataSource({
-      data: {step: curve.step, tokens: curve.tokens.map((one) => one ?? NaN), y: curve.y.map((one) => one ?? NaN)},
+      data: {x: curve.step, step: curve.step, tokens: curve.tokens.map((one) => one ?? NaN), y: curve.y.map((one) => one ?? NaN)},
     });
     const look = {source, name: curve.name, line_color: curve.colour};
-    const drawn = [plot.line({field: "step"}, {field: "y"}, {...look, line_width: 1.7, line_dash: curve.dash})];
+    const drawn = [plot.line({field: "x"}, {field: "y"}, {...look, line_width: 1.7, line_dash: curve.dash})];
     if (curve.dots) {
-      drawn.push(plot.scatter({field: "step"}, {field: "y"}, {...look, size: 5, fill_color: curve.colour}));
+      drawn.push(plot.scatter({field: "x"}, {field: "y"}, {...look, size: 5, fill_color: curve.colour}));
     }
-    curves.push(...drawn);
+    sources.push(source);
     return drawn;
   }
   function drawMarks(plot, mark) {
-    const source = new Bokeh.ColumnDataSource({data: {step: mark.step, tokens: mark.tokens, text: mark.text}});
-    const spans = plot.vspan({field: "step"}, {source, level: "underlay", ...MARKS[mark.kind]});
+    const source = new Bokeh.ColumnDataSource({data: {x: mark.step, step: mark.step, tokens: mark.tokens, text: mark.text}});
+    const spans = plot.vspan({field: "x"}, {source, level: "underlay", ...MARKS[mark.kind]});
     spans.tags = [mark.kind];
     plot.add_tools(new Bokeh.HoverTool({renderers: [spans], tooltips: "@text", visible: false}));
+    sources.push(source);
     marks.push(spans);
   }
   function paint(dark) {
@@ -79,7 +80,7 @@
     for (const legend of legends) legend.label_text_color = text;
   }
   function choose(axis) {
-    for (const renderer of [...curves, ...marks]) renderer.glyph.x = {field: axis};
+    for (const source of sources) source.data = {...source.data, x: source.data[axis]};
     for (const [x] of axes) {
       x.axis_label = axis === "step" ? "step" : "tokens";
       x.formatter = new Bokeh.NumeralTickFormatter({format: axis === "step" ? "0,0" : "0.[00]a"});
