@@ -43,7 +43,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) 
 def _to_file(name: str, tensor: Tensor) -> Tensor:
     if name.rpartition("|")[2] in ("master", *MOMENTS):
         return to_cpu_float32(tensor)
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().to("cpu", copy=True).contiguous()  # bitsandbytes shares its tables between parameters
 
 
 def files(folder: Path) -> list[Path]:
@@ -162,7 +162,7 @@ def _named_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _restored(stored: StoredStates, name: str, device: torch.device, *, on_device: bool) -> dict[str, Any]:
+def _restored(stored: StoredStates, name: str, device: torch.device, steps: int, *, on_device: bool) -> dict[str, Any]:
     """The state of one parameter as `_named_tensors` wrote it; counts stay in host memory unless kernels read them."""
     found: dict[str, Any] = {}
     for kind in stored.kinds(name):
@@ -171,6 +171,8 @@ def _restored(stored: StoredStates, name: str, device: torch.device, *, on_devic
             found[kind.removesuffix(NUMBER)] = value.item()
         else:
             found[kind] = value.to(device) if value.ndim or on_device else value
+    if "step" not in found:  # written under ZeRO; the element-wise optimizers count from 0 as AdamW does
+        found["step"] = torch.tensor(float(steps), device=device if on_device else "cpu")
     return found
 
 
@@ -182,7 +184,7 @@ def _load_plain(stored: StoredStates, model: nn.Module, optimizer: Any, steps: i
         parameter.copy_(weight)
         if not _has_masters(optimizer) and not _is_adamw(optimizer):
             if steps and stored.kinds(name):
-                optimizer.state[parameter] = _restored(stored, name, parameter.device, on_device=fused)
+                optimizer.state[parameter] = _restored(stored, name, parameter.device, steps, on_device=fused)
             continue
         moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
         if _has_masters(optimizer):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from contextlib import nullcontext, suppress
 from importlib import import_module
@@ -77,7 +78,19 @@ class RunSwanLab(SwanLabCallback):
         self.parameters = parameters
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._begin(args)
         super().setup(_RunParameters(args, self.parameters), state, model, **kwargs)  # type: ignore[arg-type]
+
+    def _begin(self, args: TrainingArguments) -> None:
+        """Start a run unless there is one: SwanLab 0.8 raises where transformers 5.24 expects None for no run."""
+        swanlab = import_module("swanlab")
+        try:
+            swanlab.get_run()
+        except RuntimeError:
+            given = {name: os.environ.get(f"SWANLAB_{name.upper()}") for name in ("project", "resume")}
+            given |= {"experiment_name": args.run_name, "id": os.environ.get("SWANLAB_RUN_ID")}
+            swanlab.init(**{name: value for name, value in given.items() if value is not None})
 
 
 class RunMLflow(MLflowCallback):
