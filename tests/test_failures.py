@@ -2,8 +2,10 @@
 
 import ast
 import fcntl
+import http.server
 import json
 import os
+import pathlib
 import runpy
 import shlex
 import subprocess
@@ -99,6 +101,12 @@ CASES = {
         *LAYER,
         "while scoring",
     ),
+    "chat": ("--model_name_or_path base --device cpu", torch, "manual_seed", "while running gptlm chat"),
+    "serve": (
+        "--model_name_or_path base --device cpu",
+        *(http.server.HTTPServer, "server_bind", "while running gptlm serve"),
+    ),
+    "report": ("data", pathlib.Path, "iterdir", "while running gptlm report"),
     "data": ("check data/text", os, "pread", "while running gptlm data"),
     "plan": ("--model_name_or_path gpt2-medium-en --num_gpus 2", shlex, "join", "while running gptlm plan"),
     "launch": ("--nproc_per_node 2 --log_dir OUT -m x", subprocess, "Popen", "while running gptlm launch"),

@@ -142,7 +142,9 @@ def test_every_line_of_an_error_has_command_and_rank(monkeypatch, capsys):
     assert main("pretrain --bf16 --fp16 --global_batch_size 3 --per_device_train_batch_size 2".split()) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("gptlm pretrain: rank 1: error: ") for line in lines), lines
-    assert "--output_dir is missing" in lines[2] and "; --input_dir is missing" in lines[2]  # the last has all the rest
+    assert (
+        "(4) --output_dir is missing" in lines[2] and "(5) --input_dir is missing" in lines[2]
+    )  # the last has all the rest
 
 
 def test_no_python_in_messages():

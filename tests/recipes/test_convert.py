@@ -99,7 +99,7 @@ def test_a_padded_megatron_vocabulary_and_its_tokenizer(tmp_path, capsys):
     ("words", "code", "message"),
     [
         ("--to hf", 2, "error: --output is missing"),
-        ("--from a --output b --to gguf", 2, "expected one of hf, megatron, paddle"),
+        ("--from a --output b --to ggml", 2, "expected one of hf, megatron, paddle, gguf"),
         ("--from a --output b --tensor_parallel_degree 2", 2, "needs --to megatron"),
         ("--from a --output b --to megatron --tensor_parallel_degree 3", 2, "does not divide 4 heads"),
         ("--from a --output b --to megatron --pipeline_parallel_degree 3", 2, "does not divide 4 layers"),

@@ -13,6 +13,7 @@ from gptlm.config.origin import Origin, Source, derived
 from gptlm.config.parser import Parsed, shown
 from gptlm.config.problem import Problem
 from gptlm.errors import named
+from gptlm.json_text import parse_json
 from gptlm.model.adapter_files import check_fit, matrices_in, read_adapter_config
 from gptlm.model.adapter_kinds import (
     ALL_LINEAR,
@@ -96,7 +97,7 @@ def _stored(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("{"):
-        return json.loads(value)
+        return parse_json(value)
     return sorted(value) if isinstance(value, list) else value
 
 

@@ -1,6 +1,5 @@
 """Optimizer and schedule of a run: their own settings, and which of them it can have."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ from gptlm.config.args.training import ParallelArguments, TrainingArguments
 from gptlm.config.parser import Parsed
 from gptlm.config.problem import Problem
 from gptlm.errors import UsageError, named
+from gptlm.json_text import parse_json
 from gptlm.parallel.dims import ParallelDims
 
 
@@ -71,7 +71,7 @@ def settings_of(text: str | None) -> dict[str, Any]:
         return {}
     if text.startswith("{"):
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError as error:
             raise UsageError(f"{text}: not a JSON object ({error})") from error
         return dict(found)
@@ -83,6 +83,6 @@ def settings_of(text: str | None) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
+        return parse_json(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return None if text == "None" else text

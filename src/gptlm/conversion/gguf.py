@@ -4,7 +4,6 @@ Keys, tensor names and token types are those of llama.cpp's `convert_hf_to_gguf.
 and the head shares the token embedding.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, all_names, layer_and_part, shape_of
 from gptlm.conversion.source import Source
 from gptlm.errors import GptlmError, named
+from gptlm.json_text import parse_json
 from gptlm.model.files import CONV1D_WEIGHTS
 
 TYPES = ("f32", "f16", "q8_0")  # of matrices and token embedding; the rest is float32, as in llama.cpp
@@ -174,7 +174,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The content of tokenizer.json."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    return json.loads(backend.to_str())
+    return parse_json(backend.to_str())
 
 
 def _number_type(name: str, width: int, kind: str) -> Any:

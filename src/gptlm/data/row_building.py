@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 2  # of the files; other ones are built again
-BYTES_PER_WORKER = 8 << 20  # less text is not worth a process
 
 
 @dataclass(frozen=True)

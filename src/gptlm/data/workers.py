@@ -23,6 +23,7 @@ from gptlm.signals import held
 
 ITEMS_AHEAD = 4  # items in flight per worker; bounds memory however many there are
 SECONDS_BETWEEN_REPORTS = 0.5
+BYTES_PER_WORKER = 8 << 20  # less text is not worth a process
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -69,7 +69,7 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
             length = struct.unpack("<Q", file.read(8))[0]
             size = path.stat().st_size
             header = parse_json(file.read(length)) if length < size else {}
-        metadata = header.pop("__metadata__", None) or {}
+        metadata = dict(header.pop("__metadata__", None) or {})
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         shapes = {name: list(entry["shape"]) for name, entry in header.items()}
     except OSError as error:

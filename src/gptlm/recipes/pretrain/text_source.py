@@ -21,8 +21,8 @@ from gptlm.config.origin import derived
 from gptlm.config.run import PretrainRun
 from gptlm.data.documents import BATCH_ROWS, Batch, read_batches, table_batches
 from gptlm.data.folder_cache import FolderCache, hashes_of
-from gptlm.data.row_building import BYTES_PER_WORKER
 from gptlm.data.text_files import list_files, size_of
+from gptlm.data.workers import BYTES_PER_WORKER
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError, named
 from gptlm.json_text import parse_json

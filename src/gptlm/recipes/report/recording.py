@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from gptlm import __version__, owned
 from gptlm.config.run import Run
 from gptlm.errors import reason_of
+from gptlm.json_text import parse_json
 from gptlm.recipes.report.reading import Row
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Recorder(TrainerCallback):
         self.is_writing = state.is_world_process_zero
         if not self.is_writing:
             return
-        resolved = json.loads(self.run.as_json())
+        resolved = parse_json(self.run.as_json())
         on_gpu = args.device.type == "cuda"
         facts = {
             "task": self.run.task,

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import SftRun
 from gptlm.data.folder_cache import FolderCache
-from gptlm.data.row_building import BYTES_PER_WORKER, Facts, RowSettings, build_rows
+from gptlm.data.row_building import Facts, RowSettings, build_rows
 from gptlm.data.stored_rows import StoredRows
 from gptlm.data.templates import form_of
+from gptlm.data.workers import BYTES_PER_WORKER
 from gptlm.ranks import local_rank
 from gptlm.recipes.common.byte_bar import ByteBar
 from gptlm.recipes.common.caches import below_datasets
