@@ -277,7 +277,8 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase, stop_at_eol: bool) 
     stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = model.generation_config.eos_token_id
     added = tokenizer.added_tokens_decoder
-    stops += [end for end in (ends if isinstance(ends, list) else [ends]) if end in added and end not in stops]
+    found = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]  # None: there is none
+    stops += [end for end in found if end in added and end not in stops]
     if stop_at_eol:
         stops += sorted(i for token, i in tokenizer.get_vocab().items() if any(sign in token for sign in LINE_BREAKS))
     return stops
