@@ -137,7 +137,7 @@ ONEFLOW_FLAGS = {
     "train-iters 9": "max_steps",
     "train-samples 90": "refused",
     "optimizer adamw": "optim",
-    "optimizer sgd": "refused",
+    "optimizer sgd": "optim",
     "no-scale-tril-softmax-dropout-fusion": "noted",
     "no-bias-gelu-fusion": "noted",
     "no-bias-dropout-fusion": "noted",

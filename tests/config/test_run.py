@@ -190,7 +190,7 @@ def test_the_world_comes_from_the_launcher():
         ("--load_best_model_at_end", "load_best_model_at_end"),
         ("--load_best_model_at_end --do_train --do_eval --eval_steps 30 --save_steps 50", "multiple"),
         ("--resume_from_checkpoint false", "overwrite_output_dir"),
-        ("--optim adafactor", "adafactor"),
+        ("--optim galore_adamw", "galore_adamw"),
         ("--seed -1", "seed"),
         ("--max_steps 1e15", "no count is that large"),
         ("--do_train 0", "nothing to do"),

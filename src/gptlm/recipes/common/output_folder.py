@@ -81,15 +81,13 @@ def _check_inputs(run: Run, output_dir: Path, *, is_run: bool) -> None:
 
 
 def inputs_of(run: Run) -> Iterator[tuple[str, str, Path]]:
-    """What the run reads: flag, what it is, and where; names of the hub are among the paths."""
-    for name in dict.fromkeys((run.model.model_name_or_path, run.source.weights)):
-        if name:
-            yield "model_name_or_path", "model", Path(name)
-    if run.model.tokenizer_name_or_path:
-        yield "tokenizer_name_or_path", "tokenizer", Path(run.model.tokenizer_name_or_path)
+    """What the run reads: flag, what it is, and where; names of the hub are among the paths.
+
+    Raises:
+        GptlmError: if the folder with token files does not exist or has none.
+    """
+    yield from _models_of(run)
     if isinstance(run, SftRun):
-        if run.lora.lora_path:
-            yield "lora_path", "adapters", Path(run.lora.lora_path)
         for flag in ("dataset_name_or_path", "eval_dataset_name_or_path"):
             if name := getattr(run.data, flag):
                 yield flag, "data", Path(name)
@@ -101,10 +99,20 @@ def inputs_of(run: Run) -> Iterator[tuple[str, str, Path]]:
             yield "input_dir", "data", Path(prefix).parent
 
 
+def _models_of(run: Run) -> Iterator[tuple[str, str, Path]]:
+    for name in dict.fromkeys((run.model.model_name_or_path, run.source.weights)):
+        if name:
+            yield "model_name_or_path", "model", Path(name)
+    if run.model.tokenizer_name_or_path:
+        yield "tokenizer_name_or_path", "tokenizer", Path(run.model.tokenizer_name_or_path)
+    if isinstance(run, SftRun) and run.lora.lora_path:
+        yield "lora_path", "adapters", Path(run.lora.lora_path)
+
+
 def read_checkpoints(run: Run) -> frozenset[str]:
     """The names of the checkpoints in the output folder that the run reads its model, adapters or tokenizer from."""
     output_dir = Path(run.training.output_dir or "").resolve()
-    found = (path.resolve() for _, what, path in inputs_of(run) if what != "data")
+    found = (path.resolve() for _, _, path in _models_of(run))
     return frozenset(path.name for path in found if path.parent == output_dir and checkpoint.PATTERN.match(path.name))
 
 
