@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptlm.commands.chat import CHAT, parse_chat
 from gptlm.commands.convert import CONVERT, parse_convert
@@ -31,7 +31,7 @@ from gptlm.commands.serve import SERVE, parse_serve
 from gptlm.commands.sft import SFT, parse_sft
 from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
-from gptlm.config.args.inference import STDIN
+from gptlm.config.args.inference import STDIN, PredictArguments
 from gptlm.config.help import help_text
 from gptlm.config.parser import Vocabulary
 from gptlm.config.run import Run
@@ -48,6 +48,7 @@ from gptlm.upstream.transformers import import_quickly
 # The interpreter's last garbage collection visits all that torch and transformers have made, for 1 to 3 s.
 atexit.register(gc.freeze)
 
+Answering = TypeVar("Answering", bound=PredictArguments)
 HELP = ("-h", "--help")
 PRINT_CONFIG = ("--print_config", "--print-config")
 PRINT_HELP = """
@@ -168,18 +169,14 @@ def predict(argv: Sequence[str]) -> None:
 
 
 def chat(argv: Sequence[str]) -> None:
-    arguments, notes = with_conversions(lambda: parse_chat(argv), _convert_on_stderr)
-    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
-    hide_other_gpus(arguments.device, os.environ)
+    arguments, notes = _conversation(parse_chat, argv)
     with importing():
         from gptlm.recipes.chat import chat as recipe
     recipe(arguments, notes)
 
 
 def serve(argv: Sequence[str]) -> None:
-    arguments, notes = with_conversions(lambda: parse_serve(argv), _convert_on_stderr)
-    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
-    hide_other_gpus(arguments.device, os.environ)
+    arguments, notes = _conversation(parse_serve, argv)
     with importing():
         from gptlm.recipes.openai_server import serve_api
     serve_api(arguments, notes)
@@ -277,6 +274,16 @@ def importing(*, trainer: bool = False) -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def _conversation(
+    parse: Callable[[Sequence[str]], tuple[Answering, tuple[str, ...]]], argv: Sequence[str]
+) -> tuple[Answering, tuple[str, ...]]:
+    """Arguments and notes of a command that answers messages, after its model and GPU are found."""
+    arguments, notes = with_conversions(lambda: parse(argv), _convert_on_stderr)
+    base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
+    hide_other_gpus(arguments.device, os.environ)
+    return arguments, notes
 
 
 def _convert(needed: ConversionNeeded) -> None:
