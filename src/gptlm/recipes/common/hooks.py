@@ -47,8 +47,10 @@ class Hooks:
         """Why forward and backward cannot be captured as a CUDA graph: a function of the caller may do anything."""
         return "the loss is that of compute_loss_func" if self.compute_loss_func else None
 
-    def log(self) -> None:
+    def log(self, label_smoothing: float = 0.0) -> None:
         """Log what is not as in a command."""
+        if self.compute_loss_func and label_smoothing:
+            logger.warning("label_smoothing_factor %g has no effect: compute_loss_func is the loss", label_smoothing)
         if self.compute_loss_func:
             logger.info("the loss is that of compute_loss_func, from logits: without the fused loss and CUDA graphs")
 

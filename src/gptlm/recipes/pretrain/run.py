@@ -75,7 +75,7 @@ def _run(
     log_missing_ends(run, corpora, tokenizer)
     log_evaluations(run, corpora, datasets)
     log_run(run, run.batch.total * training.max_steps, data.max_seq_length)
-    hooks.log()
+    hooks.log(run.training.label_smoothing_factor)
 
     model = make_model(run, tokenizer, job.deepspeed, job.mesh)
     model.transformer.expect_repeated_shapes()

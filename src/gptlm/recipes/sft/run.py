@@ -104,7 +104,7 @@ def _run(
     training = run.training
     job = start_job(run, device, resume)
     log_run(run, data.train.examples, data.tokens_per_sample)
-    hooks.log()
+    hooks.log(run.training.label_smoothing_factor)
     check_stage(run.lora, stage_of(job.deepspeed or {}))
 
     model: Any = make_model(run, tokenizer, job.deepspeed)
