@@ -1,6 +1,8 @@
 """Write docs/reference/*.md from the arguments of each command: `python docs/generate_reference.py`."""
 
 import html
+import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
@@ -20,7 +22,7 @@ def pages() -> dict[str, str]:
     for name, command in COMMANDS.items():
         head = [f"# gptlm {name}", "", command.summary, "", f"The same as `python scripts/{command.script}`."]
         if command.more_help:
-            head += ["", "```text", command.more_help.strip(), "```"]
+            head += _paragraphs(command.more_help)
         body = _data_tools() if name == "data" else _vocabulary(command.vocabulary, "##")
         found[f"{name}.md"] = "\n".join([NOTE, "", *head, *body]) + "\n"
     return found
@@ -35,6 +37,15 @@ def _index() -> str:
         "explains files, precedence and `--print_config`."
     )
     return "\n".join([*head, text, "", "| command | script in `scripts/` | purpose |", "|---|---|---|", *rows]) + "\n"
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of --help, whose indented lines become lists."""
+    for paragraph in text.strip().split("\n\n"):
+        lines = [re.sub(r"\{.*?\}", r"`\g<0>`", _with_code(_text(line))) for line in paragraph.splitlines()]
+        for is_list, part in itertools.groupby(lines, lambda line: line.startswith("  ")):
+            items = [re.sub(r"^(\S+(?: \S+)*)  +", r"\1: ", line.strip()) for line in part]
+            yield from ["", *(f"- {item}" for item in items)] if is_list else ["", " ".join(items)]
 
 
 def _data_tools() -> Iterator[str]:
@@ -77,7 +88,7 @@ def _row(f: Field, kind: Any, aliases: list[str], default: str | None) -> str:
         value = " ".join(f"`{choice}`" for choice in f.metadata["choices"])
     elif limits := range_of(f) or f.metadata["unit"]:
         value += f", {_text(limits)}"
-    meaning = _text(f.metadata["help"])
+    meaning = _with_code(_text(f.metadata["help"]))
     if aliases:
         meaning += f"<br>Also {', '.join(f'`--{alias}`' for alias in aliases)}"
     return f"| `--{f.name}` | {value} | {'' if default is None else f'`{default}`'} | {meaning} |"
@@ -86,7 +97,7 @@ def _row(f: Field, kind: Any, aliases: list[str], default: str | None) -> str:
 def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     yield from ["| flags | why |", "|---|---|"]
     for reason, words in _by_value(dict(sorted(reasons.items()))).items():
-        yield f"| {', '.join(f'`--{word}`' for word in words)} | {_text(reason)} |"
+        yield f"| {', '.join(f'`--{word}`' for word in words)} | {_with_code(_text(reason))} |"
 
 
 def _by_value(table: Mapping[str, str]) -> dict[str, list[str]]:
@@ -94,6 +105,10 @@ def _by_value(table: Mapping[str, str]) -> dict[str, list[str]]:
     for key, value in table.items():
         found.setdefault(value, []).append(key)
     return found
+
+
+def _with_code(text: str) -> str:
+    return re.sub(r"(?<![\w-])--\w[\w-]*", r"`\g<0>`", text)
 
 
 def _text(text: str) -> str:

@@ -16,6 +16,8 @@ OUTSIDE = {
     "tests/golden/README.md": "project/golden.md",
     "tests/fuzz/README.md": "project/fuzz.md",
 }
+CODE = re.compile(r"<code>.*?</code>", re.S)
+FLAG = re.compile(r"(?<![\w-])--\w[\w-]*")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -45,3 +47,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     # GitHub starts a list after a line of text, Python-Markdown after an empty one
     markdown = re.sub(r"^(?![-|>#\s])(.+)\n(?=- )", r"\1\n\n", markdown, flags=re.M)
     return LINK.sub(changed, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Mark the flags in code, so that a browser does not break a line after their dashes (assets/site.css)."""
+    return CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), content)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """State the language of a Chinese page: browsers choose the shapes of characters by it."""
+    return output.replace('<html lang="en"', '<html lang="zh-CN"', 1) if page.file.src_uri.startswith("zh/") else output
