@@ -345,9 +345,10 @@ def test_a_numbered_gpu_is_the_only_visible_one(device, before, after):
 
 
 def test_help_and_unknown_commands():
-    for name in ("run_pretrain", "preprocess_data", "train_tokenizer", "predict_generation", "demo"):
-        result = run_script(name, "--help")
-        assert result.returncode == 0 and result.stdout.startswith(f"usage: {name}.py"), name
+    scripts = {"run_pretrain": "pretrain", "preprocess_data": "preprocess", "train_tokenizer": "tokenizer"}
+    for script, name in (scripts | {"predict_generation": "predict", "demo": "demo"}).items():
+        result = run_script(script, "--help")
+        assert result.returncode == 0 and result.stdout.startswith(f"usage: gptlm {name} ["), script
     module = [sys.executable, "-m", "gptlm"]
     assert subprocess.run([*module, "--help"], capture_output=True).returncode == 0
     assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
@@ -426,7 +427,7 @@ def test_a_misspelt_command_names_the_nearest(capsys):
     assert "give a data tool: check, " in capsys.readouterr().err
     assert main(["data", "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: data_tools.py TOOL") and "-c FILE.yaml" not in text and "Statistics of one" in text
+    assert text.startswith("usage: gptlm data TOOL") and "-c FILE.yaml" not in text and "Statistics of one" in text
 
 
 def test_a_missing_data_folder_is_found_before_the_run(tmp_path, capsys):

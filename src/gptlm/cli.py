@@ -93,7 +93,7 @@ def _run(words: Sequence[str]) -> int:
         if name == "data":
             print(_data_usage(), end="")
             return 0
-        print(help_text(command.script, command.summary + command.more_help + DEBUG_HELP, command.vocabulary), end="")
+        print(help_text(f"gptlm {name}", command.summary + command.more_help + DEBUG_HELP, command.vocabulary), end="")
         return 0
     check_launcher(os.environ)
     return command.run(rest) or 0
@@ -125,7 +125,7 @@ def _usage() -> str:
 
 def _data_usage() -> str:
     lines = [f"  {tool:<9}{summary}" for tool, (summary, _, _) in DATA_TOOLS.items()]
-    usage = "usage: data_tools.py TOOL ...   (data_tools.py TOOL --help lists its flags)"
+    usage = "usage: gptlm data TOOL ...   (gptlm data TOOL --help lists its flags)"
     return "\n".join([usage, "", "Inspect token files.", *lines, *DEBUG_HELP.splitlines()]) + "\n"
 
 

@@ -240,7 +240,7 @@ def data(argv: Sequence[str]) -> None:
     if tool not in DATA_TOOLS:
         raise UsageError(f"{tool!r} is not a data tool; expected one of {', '.join(DATA_TOOLS)}")
     if any(word in HELP for word in words):
-        print(help_text(f"data_tools.py {tool}", DATA_TOOLS[tool][0] + DEBUG_HELP, DATA_TOOLS[tool][1]), end="")
+        print(help_text(f"gptlm data {tool}", DATA_TOOLS[tool][0] + DEBUG_HELP, DATA_TOOLS[tool][1]), end="")
         return
     parsed = DATA_TOOLS[tool][2](words)
     from gptlm.recipes import data_tools as recipes

@@ -66,7 +66,7 @@ def test_the_printed_command_resolves(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == "TP PP DP ZeRO micro accum recompute GiB tokens/s bubble".split()
     words = shlex.split(lines[-1])
-    run = parse_pretrain([*words[words.index("scripts/run_pretrain.py") + 1 :], "--world_size", "4"], {}, printing=True)
+    run = parse_pretrain([*words[words.index("pretrain") + 1 :], "--world_size", "4"], {}, printing=True)
     row = lines[2].split()
     assert (run.dims.tensor, run.dims.pipeline, run.batch.total) == (int(row[0]), int(row[1].split("x")[0]), 32)
     assert float(row[7]) <= 5 * USABLE

@@ -276,4 +276,4 @@ def test_bad_questions(words, code, says, capsys):
 def test_every_tool_has_help(capsys):
     for words in (["--help"], ["order", "--help"], ["check", "--help"], ["index", "--help"]):
         code, out, _ = run(capsys, *words)
-        assert code == 0 and out.startswith("usage: data_tools.py")
+        assert code == 0 and out.startswith("usage: gptlm data ")

@@ -142,7 +142,7 @@ def test_it_fits_on_cards_of_80_gib(recipe, run, words, capsys):
     assert 0 < float(row[7]) <= memory.total / GIB + 0.05  # the plan splits activations along the sequence, too
     best = lines[2].split()
     planned = shlex.split(lines[-1])
-    found = parse_pretrain(planned[planned.index("scripts/run_pretrain.py") + 1 :], {"WORLD_SIZE": "8"})
+    found = parse_pretrain(planned[planned.index("pretrain") + 1 :], {"WORLD_SIZE": "8"})
     assert [str(found.dims.tensor), str(found.dims.pipeline), str(found.dims.data)] == best[:3]
     assert (found.parallel.sharding or "stage0") == f"stage{best[3]}" and found.batch.total == total
     assert (found.training.recompute_granularity if found.training.recompute else "-") == best[6]

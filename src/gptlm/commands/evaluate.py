@@ -33,21 +33,25 @@ HELP = """
 LAMBADA: accuracy of predicting the last word. Input: lines of {"text": ...}. Two metrics are always printed:
   strict      every token of the last word is the most likely one, given the text before it without the final blank
   last token  the last token of the tokenized text is the most likely one
-WIKITEXT103, WIKITEXT2, TEXT: perplexity of a text file, read as one document; WIKITEXT* undo WikiText's tokenization.
-TEXT reads the texts under json_key from .jsonl, .json and .parquet, each followed by the end-of-text token.
+
+WIKITEXT103, WIKITEXT2, TEXT: perplexity of a text file, read as one document. WIKITEXT* undo WikiText's tokenization.
+TEXT reads the texts under --json_key from .jsonl, .json and .parquet, each followed by the end-of-text token.
+
 DATA: perplexity of one split of token files, with all documents concatenated in their order.
-Perplexity uses windows of max_seq_length tokens with a stride of overlapping_eval tokens. The first window scores all
-its targets, later windows the new ones only, so every token except the first is scored once.
+
+Perplexity uses windows of --max_seq_length tokens with a stride of --overlapping_eval tokens. The first window scores
+all its targets, later windows the new ones only, so every token except the first is scored once.
   loss          mean -log p per token; ppl = exp(min(20, loss))
   token_ratio   (num_tokens - 1) / (num_original_tokens - 1); original tokens are separated by blanks in the file
   adjusted_ppl  exp(min(20, loss x token_ratio)), the perplexity per original token
+
 With torchrun, windows are distributed over processes; the results do not change.
+
 --json prints one flat object: task, model, num_examples, batch_size (null: unset), max_seq_length. LAMBADA adds
 num_correct_strict, accuracy_strict, num_correct_last_token, accuracy_last_token. The other tasks (an example is a
 window) add num_original_tokens, num_tokens, num_scored, loss, ppl, token_ratio, adjusted_ppl, overlapping_eval,
-detokenizer.
-token_ratio and adjusted_ppl are null for a text without a blank and for DATA. For DATA, num_original_tokens and
-detokenizer are null too."""
+detokenizer. token_ratio and adjusted_ppl are null for a text without a blank and for DATA. For DATA,
+num_original_tokens and detokenizer are null too."""
 
 EVALUATE = Vocabulary(
     (EvaluateArguments, SizeArguments),

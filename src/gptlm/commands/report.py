@@ -26,7 +26,7 @@ class ReportArguments:
     watch: bool = arg(
         False, "write nothing, but serve the page on 127.0.0.1; it reloads itself while the runs go on, until Ctrl-C"
     )
-    port: int = arg(8717, "watch: port to listen on", ge=1, le=LARGEST_PORT)
+    port: int = arg(8717, "--watch: port to listen on", ge=1, le=LARGEST_PORT)
 
     @property
     def path(self) -> Path:

@@ -30,17 +30,17 @@ class CompatArguments:
         None, "whose defaults, schedule and log lines to use; unset: follows from the arguments", choices=MODES
     )
     make_vocab_size_divisible_by: int | None = arg(
-        None, "vocab_size is rounded up to a multiple of this times tensor_parallel_degree; 0: as it is", ge=0
+        None, "--vocab_size is rounded up to a multiple of this times --tensor_parallel_degree; 0: as it is", ge=0
     )
     vocab_file: str | None = arg(None, "vocab.json, for the size of the vocabulary")
     zero_stage: int | None = arg(None, "0 to 3: sharding stage1 to stage3, 0 for none", ge=0, le=3)
-    reset_position_ids: bool = arg(False, "same as document_masking position")
-    reset_attention_mask: bool = arg(False, "same as document_masking attention")
+    reset_position_ids: bool = arg(False, "same as --document_masking position")
+    reset_attention_mask: bool = arg(False, "same as --document_masking attention")
     load: str | None = arg(None, "folder whose newest checkpoint the run resumes from; none there: it starts at step 0")
     num_gpus_per_node: int | None = arg(None, "processes on each node; started here if no launcher did", ge=1)
-    num_nodes: int | None = arg(None, "nodes; start the same command on each; unset: number of node_ips, or 1", ge=1)
+    num_nodes: int | None = arg(None, "nodes; start the same command on each; unset: number of --node_ips, or 1", ge=1)
     node_ips: list[str] = arg([], "addresses of all nodes in rank order, the first is the master's", words=True)
-    rank: int | None = arg(None, "rank of this node, from 0; unset: by its address in node_ips", ge=0)
+    rank: int | None = arg(None, "rank of this node, from 0; unset: by its address in --node_ips", ge=0)
     ctrl_port: int | None = arg(None, "port of the master; unset: 29500", ge=1, le=LARGEST_PORT)
     metric_print_format: str = arg("table", "form of OneFlow's log line", choices=("normal", "table"))
 

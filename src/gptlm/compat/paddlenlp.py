@@ -36,7 +36,7 @@ CHECKPOINT = "checkpoints have one safetensors format that loads with any parall
 
 # Each one in use is logged once with its reason.
 PRETRAIN_IGNORED = {
-    "model_type": "the architecture is read from model_name_or_path",
+    "model_type": "the architecture is read from --model_name_or_path",
     "output_attentions": "training returns the loss only",
     "use_flash_attention": FLASH,
     "use_flash_attn": FLASH,
@@ -196,7 +196,7 @@ PREDICT_RENAMED = {
     "adapter_name_or_path": "lora_path",
 }
 PREDICT_IGNORED = {
-    "model_type": "the architecture is read from model_name_or_path",
+    "model_type": "the architecture is read from --model_name_or_path",
     "use_cache": "the key-value cache is always used",
     "use_topp_sampling": "it selects a PaddlePaddle kernel; --top_p samples the same",
     "early_finish": "a continuation always stops at the end-of-text token",
@@ -257,7 +257,7 @@ EVALUATE_IGNORED = {
     "deepspeed": "each process loads the whole model",
     "deepspeed_config": "each process loads the whole model",
     "attention_softmax_in_fp32": "attention uses the fastest kernel available; its softmax is float32",
-    "model_type": "the architecture is read from model_name_or_path",
+    "model_type": "the architecture is read from --model_name_or_path",
 }
 EVALUATE_REFUSED = {
     "tensor_model_parallel_size": (OFF_DEGREE, "evaluation is data-parallel only; start one process per replica"),

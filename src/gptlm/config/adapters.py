@@ -59,7 +59,7 @@ def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Proble
             Problem(
                 "lora_path",
                 f"{folder}: its adapters have {odd} = {settings.get(odd)!r}, which fine-tuning here cannot resume; "
-                "merge them with scripts/merge_lora.py and start from the merged model",
+                "merge them with gptlm merge-lora and start from the merged model",
             )
         ]
     problems = []
@@ -109,7 +109,7 @@ def adapter_problems(parsed: Parsed, shape: Shape | None) -> Iterator[Problem]:
         yield Problem(
             "merge_weights",
             f"merges the adapters that a run trains, this one trains none: add {named('do_train')}, or merge those "
-            f"in {output} with scripts/merge_lora.py --lora_path {output} --output_path {output}/merged",
+            f"in {output} with gptlm merge-lora --lora_path {output} --output_path {output}/merged",
         )
     width, layers = (shape.hidden_size, shape.num_hidden_layers) if shape else (0, 1)
     if width and lora.lora and lora.lora_rank > width:

@@ -111,7 +111,7 @@ def find_prefixes(folder: str) -> list[str]:
         contents = ", ".join(names[:5]) or "no files"
         raise GptlmError(
             f"{folder} has no token files (.bin/.idx or _ids.npy/_idx.npz); it contains {contents}; "
-            "make them with scripts/preprocess_data.py"
+            "make them with gptlm preprocess"
         )
     return list(prefixes)
 

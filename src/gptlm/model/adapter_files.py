@@ -133,7 +133,7 @@ def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None
     if is_adapter(Path(name)):
         if lora_path:
             raise GptlmError(
-                f"{name} and {named('lora_path')} {lora_path} are both adapters; merge one with scripts/merge_lora.py"
+                f"{name} and {named('lora_path')} {lora_path} are both adapters; merge one with gptlm merge-lora"
             )
         return base_model_of(Path(name)), name
     if lora_path:

@@ -40,7 +40,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         raise GptlmError(
             f"{source} holds a sentencepiece tokenizer ({sentencepiece[0].name}), as CPM and PaddleNLP's "
             "GPTChineseTokenizer use; it is not supported, give a folder with tokenizer.json, or train one with "
-            "scripts/train_tokenizer.py"
+            "gptlm tokenizer"
         )
     if (folder / VOCABULARY).is_file() and not has_json:
         return load_gpt2_files(str(folder / VOCABULARY), str(folder / MERGES))

@@ -42,7 +42,7 @@ def command(job: PlanJob, layout: Layout) -> str:
     words = [*job.typed, *words_of(layout, job.parallel, job.training)]
     if job.parallel.auto_parallel:  # of the file: this command has its layout
         words += ["--auto_parallel", "0"]
-    return f"{start} scripts/run_pretrain.py {shlex.join(words)}"
+    return f"{start} -m gptlm.cli pretrain {shlex.join(words)}"
 
 
 def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:

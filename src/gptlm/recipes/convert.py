@@ -320,10 +320,10 @@ def _convert_adapters(path: Path, folder: Path, conversion: Conversion) -> None:
     for flag in (flag for flag, value in unused.items() if value):
         raise UsageError(f"{named(flag)} is for models, but {path} contains adapters; leave it out")
     if main.to == "gguf":
-        raise UsageError("a GGUF file holds a model; merge the adapters with scripts/merge_lora.py and convert that")
+        raise UsageError("a GGUF file holds a model; merge the adapters with gptlm merge-lora and convert that")
     if main.to == "megatron":
         raise UsageError(
-            "Megatron-LM has no format for adapters; merge them with scripts/merge_lora.py and convert the result"
+            "Megatron-LM has no format for adapters; merge them with gptlm merge-lora and convert the result"
         )
     if fused and heads is None:
         raise UsageError(

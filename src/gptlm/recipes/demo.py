@@ -47,10 +47,10 @@ def demo(arguments: DemoArguments) -> dict[str, float]:
     tenth = max(1, steps // 10)
     values = {"folder": folder, "workers": arguments.workers, "steps": steps, "tenth": tenth, "half": tenth * 5}
 
-    def command(script: str, flags: str, more: tuple[str, ...] = ()) -> list[str]:
+    def command(name: str, flags: str, more: tuple[str, ...] = ()) -> list[str]:
         words = [*(word.format_map(values) for word in flags.split()), *more]  # split first: the folder may have spaces
         shown = " ".join(f'"{word}"' if " " in word else word for word in words)
-        print(f"\n$ python scripts/{script} {shown}", flush=True)
+        print(f"\n$ gptlm {name} {shown}", flush=True)
         return words
 
     corpus = folder / "corpus.jsonl"
@@ -63,10 +63,10 @@ def demo(arguments: DemoArguments) -> dict[str, float]:
     except OSError as error:
         raise GptlmError(f"cannot write {corpus}: {write_failure(error, corpus)}") from error
     print(f"text of this Python ({sysconfig.get_python_version()}): {size / 1e6:.1f} MB in {corpus}")
-    tokenizer(parse_tokenizer(command("train_tokenizer.py", TOKENIZER)))
-    preprocess(parse_preprocess(command("preprocess_data.py", PREPROCESS)))
-    metrics = pretrain(parse_pretrain(command("run_pretrain.py", PRETRAIN), os.environ))
-    predict(*parse_predict(command("predict_generation.py", PREDICT, PROMPTS)))
+    tokenizer(parse_tokenizer(command("tokenizer", TOKENIZER)))
+    preprocess(parse_preprocess(command("preprocess", PREPROCESS)))
+    metrics = pretrain(parse_pretrain(command("pretrain", PRETRAIN), os.environ))
+    predict(*parse_predict(command("predict", PREDICT, PROMPTS)))
     _print_summary(folder)
     return metrics
 

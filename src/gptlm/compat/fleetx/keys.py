@@ -315,7 +315,7 @@ MODULES = {
     "GPTEvalModule": "evaluate",
     "GPTGenerationModule": "predict",
     "GPTGenerationModuleAuto": "predict",
-    "GPTFinetuneModule": "classification on GLUE is not implemented; finetune_generation.py fine-tunes on texts",
+    "GPTFinetuneModule": "classification on GLUE is not implemented; gptlm sft fine-tunes on texts",
     "GPTDistillModule": "distillation is not implemented",
     "MoEModule": "mixtures of experts are not implemented; Model.module=GPTModule trains the model without experts",
 }

@@ -40,7 +40,7 @@ class ReadingArguments:
 
     vocab_size: int | None = arg(None, "vocabulary size; later rows of the embedding are padding and are dropped", ge=1)
     num_attention_heads: int | None = arg(None, "number of attention heads", ge=1)
-    consumed_samples: int | None = arg(None, "with_optimizer: samples that training has consumed", ge=0)
+    consumed_samples: int | None = arg(None, "--with_optimizer: samples that training has consumed", ge=0)
     activation: str | None = arg(
         None, "GELU variant: gelu_new (tanh approximation) or gelu (erf)", choices=("gelu_new", "gelu")
     )

@@ -46,11 +46,11 @@ class PreprocessArguments:
     overwrite: bool = arg(False, "replace token files that gptlm wrote of other input or arguments")
     model_name_or_path: str | None = arg(None, "tokenizer: folder or name, also of a model with a tokenizer")
     tokenizer_name: str | None = arg(
-        None, "PaddleNLP's tokenizer class, or a folder; model_name_or_path takes precedence"
+        None, "PaddleNLP's tokenizer class, or a folder; --model_name_or_path takes precedence"
     )
     tokenizer_type: str = arg(
         "HuggingFaceTokenizer",
-        "Megatron-LM's tokenizer type; GPT2BPETokenizer reads vocab_file and merge_file",
+        "Megatron-LM's tokenizer type; GPT2BPETokenizer reads --vocab_file and --merge_file",
         choices=("GPT2BPETokenizer", "HuggingFaceTokenizer"),
     )
     tokenizer_model: str | None = arg(None, "Megatron-LM's argument for the tokenizer of HuggingFaceTokenizer")
@@ -70,12 +70,12 @@ class PreprocessArguments:
     split_sentences: bool = arg(
         False, "encode sentence by sentence (nltk's Punkt); with --input the file name ends in _sentence"
     )
-    keep_newlines: bool = arg(False, "split_sentences: keep the white space after a sentence")
-    lang: str = arg("english", "split_sentences: language")
-    chinese: bool = arg(False, "split_sentences: one sentence per line")
+    keep_newlines: bool = arg(False, "--split_sentences: keep the white space after a sentence")
+    lang: str = arg("english", "--split_sentences: language")
+    chinese: bool = arg(False, "--split_sentences: one sentence per line")
     sequence_level: str = arg(
         "document",
-        "split_sentences: unit that training shuffles; sentence: as in PaddleNLP and Megatron-LM",
+        "--split_sentences: unit that training shuffles; sentence: as in PaddleNLP and Megatron-LM",
         choices=SEQUENCE_LEVELS,
     )
     shard: str = arg(

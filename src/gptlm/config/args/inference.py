@@ -39,7 +39,10 @@ class EvaluateArguments:
         unit="tokens",
     )
     overlapping_eval: int | None = arg(
-        32, "new tokens per window after the first, at most max_seq_length; none: max_seq_length", ge=1, unit="tokens"
+        32,
+        "new tokens per window after the first, at most --max_seq_length; none: --max_seq_length",
+        ge=1,
+        unit="tokens",
     )
     batch_size: int | None = arg(
         None,
@@ -78,13 +81,13 @@ class PredictArguments:
     model_name_or_path: str = arg("gpt-cpm-large-cn", "model folder, LoRA adapter folder, or built-in name")
     lora_path: str | None = arg(None, "LoRA adapter folder in PEFT format, added to the weights in memory")
     prompt: list[str] = arg(
-        [], "prompts; unset: input_file, else standard input if piped, else PaddleNLP's two Chinese questions"
+        [], "prompts; unset: --input_file, else standard input if piped, else PaddleNLP's two Chinese questions"
     )
     input_file: str | None = arg(
         None, "file with one prompt per line, or .jsonl/.json with prompt, src, text or messages; -: standard input"
     )
     output_file: str | None = arg(None, "also write prompts and generated texts to this .jsonl file")
-    overwrite: bool = arg(False, "replace an output_file that gptlm wrote of other prompts or arguments")
+    overwrite: bool = arg(False, "replace an --output_file that gptlm wrote of other prompts or arguments")
     batch_size: int = arg(1, "prompts per batch", ge=1)
     src_length: int = arg(200, "maximum prompt length; longer prompts are cut, with a log message", ge=1, unit="tokens")
     truncation_side: str = arg("left", "side on which a prompt that is too long is cut", choices=("left", "right"))
@@ -98,7 +101,7 @@ class PredictArguments:
     seed: int = arg(20, "random seed for sampling", ge=0, le=LARGEST_SEED)
     decode_strategy: str | None = arg(
         None,
-        "PaddleFleetX's decoding: sampling (do_sample), greedy_search, or beam_search (needs num_beams)",
+        "PaddleFleetX's decoding: sampling (--do_sample), greedy_search, or beam_search (needs --num_beams)",
         choices=("sampling", "greedy_search", "beam_search"),
     )
     do_sample: bool = arg(False, "sample instead of greedy decoding")
@@ -108,8 +111,8 @@ class PredictArguments:
     repetition_penalty: float = arg(1.0, "penalty for tokens that already occur; 1: none", gt=0)
     num_beams: int = arg(1, "number of beams; 1: no beam search", ge=1, le=1000)
     length_penalty: float = arg(1.0, "beam search: above 0 favors long sequences, below 0 short ones")
-    early_stopping: bool = arg(False, "beam search: stop when num_beams sequences are finished")
-    num_return_sequences: int = arg(1, "generated texts per prompt; needs do_sample or num_beams", ge=1, le=10000)
+    early_stopping: bool = arg(False, "beam search: stop when --num_beams sequences are finished")
+    num_return_sequences: int = arg(1, "generated texts per prompt; needs --do_sample or --num_beams", ge=1, le=10000)
     stop_at_eol: bool | None = arg(None, "stop at a line break; unset: for the built-in questions only")
     device: str = arg("gpu", "gpu, gpu:N or cpu; falls back to cpu with a warning if there is no GPU", check=bad_device)
     bf16: bool = arg(False, "bfloat16 weights and computation")
@@ -118,5 +121,5 @@ class PredictArguments:
         None, "replay each step of the generation as a CUDA graph; unset: on a GPU, without beam search"
     )
     serve: bool = arg(False, "open a local web page for prompts; needs gptlm[serve]")
-    host: str = arg("127.0.0.1", "serve: address to listen on")
-    port: int = arg(7860, "serve: port to listen on", ge=1, le=LARGEST_PORT)
+    host: str = arg("127.0.0.1", "--serve: address to listen on")
+    port: int = arg(7860, "--serve: port to listen on", ge=1, le=LARGEST_PORT)

@@ -27,15 +27,15 @@ class SftArguments:
     dataset_name_or_path: str | None = arg(
         None,
         "file or quoted glob (.json, .jsonl, also .gz or .zst; .parquet), saved dataset, folder with train and dev "
-        "files, or dataset name; unset: task_name",
+        "files, or dataset name; unset: --task_name",
     )
     eval_dataset_name_or_path: str | None = arg(
         None, "evaluation data; unset: the dev split, else a part of the train split"
     )
     dataset_config: str | None = arg(None, "configuration of a dataset of the hub; unset: its default")
     dataset_split: str = arg("train", "split of a dataset of the hub to train on")
-    prompt_column: str | None = arg(None, "column with the prompts (texts or messages); goes with response_column")
-    response_column: str | None = arg(None, "column with the responses (texts or messages); goes with prompt_column")
+    prompt_column: str | None = arg(None, "column with the prompts (texts or messages); goes with --response_column")
+    response_column: str | None = arg(None, "column with the responses (texts or messages); goes with --prompt_column")
     text_column: str | None = arg(None, "column with plain texts, all of which are targets; there are no prompts")
     max_train_samples: int | None = arg(None, "train on so many of the first examples; unset: all", ge=1)
     max_eval_samples: int | None = arg(None, "evaluate so many of the first examples; unset: all", ge=1)
@@ -47,9 +47,9 @@ class SftArguments:
     )
     preprocessing_num_workers: int | None = arg(None, "encoder processes; unset: one per core", ge=1)
     data_cache: str | None = arg(
-        None, "folder for encoded examples; unset: that of the datasets library (HF_DATASETS_CACHE), else output_dir"
+        None, "folder for encoded examples; unset: that of the datasets library (HF_DATASETS_CACHE), else --output_dir"
     )
-    task_name: str = arg("squad", "dataset of the HuggingFace hub, if dataset_name_or_path is not given")
+    task_name: str = arg("squad", "dataset of the HuggingFace hub, if --dataset_name_or_path is not given")
     src_length: int = arg(
         1024, "maximum prompt length; headings and the text of a chat template are never cut", ge=1, unit="tokens"
     )
@@ -58,13 +58,13 @@ class SftArguments:
     )
     max_length: int | None = arg(
         None,
-        "maximum sample length; unset: src_length + tgt_length or the maximum position; prompts are cut first",
+        "maximum sample length; unset: --src_length + --tgt_length or the maximum position; prompts are cut first",
         ge=2,
         unit="tokens",
     )
-    zero_padding: bool = arg(False, "pack short samples up to max_length, without attention between them")
+    zero_padding: bool = arg(False, "pack short samples up to --max_length, without attention between them")
     pad_to_multiple_of: int | None = arg(
-        None, "pad batches to a multiple of this length, at most max_length; unset: 64 on a GPU, else 1", ge=1
+        None, "pad batches to a multiple of this length, at most --max_length; unset: 64 on a GPU, else 1", ge=1
     )
     group_by_length: bool = arg(False, "batches of examples of similar length, random otherwise: less padding")
     train_on_prompt: bool = arg(False, "include prompt tokens in the loss, not only response tokens")
@@ -75,7 +75,7 @@ class SftArguments:
         [], "tokens to add to the vocabulary; also encoded where they occur in a text without a chat template"
     )
     lr_decay_ratio: float = arg(
-        0.1, "final learning rate of the linear schedule as a fraction of learning_rate", ge=0, le=1
+        0.1, "final learning rate of the linear schedule as a fraction of --learning_rate", ge=0, le=1
     )
     chat_template: str | None = arg(
         None,
@@ -120,7 +120,7 @@ class LoraArguments:
 
     lora: bool = arg(False, "train LoRA adapters only; the model's weights are frozen")
     lora_rank: int = arg(8, "adapter rank", ge=1)
-    lora_alpha: float | None = arg(None, "adapter scale is lora_alpha / lora_rank; unset: 2 x lora_rank", gt=0)
+    lora_alpha: float | None = arg(None, "adapter scale is --lora_alpha / --lora_rank; unset: 2 x --lora_rank", gt=0)
     lora_dropout: float = arg(0.0, "dropout probability before the adapters", ge=0, lt=1)
     lora_target_modules: list[str] = arg(
         ["c_attn", "c_proj", "c_fc"],
@@ -128,7 +128,7 @@ class LoraArguments:
         words=True,
     )
     use_dora: bool = arg(False, "DoRA: the row norms of these matrices are trained, too")
-    use_rslora: bool = arg(False, "rsLoRA: the adapter scale is lora_alpha / sqrt(lora_rank)")
+    use_rslora: bool = arg(False, "rsLoRA: the adapter scale is --lora_alpha / sqrt(--lora_rank)")
     init_lora_weights: str = arg(
         "true", "first values of adapters, as in PEFT: true, gaussian, orthogonal, pissa, pissa_niter_N or olora"
     )
@@ -144,8 +144,8 @@ class LoraArguments:
     )
     load_in_4bit: bool = arg(False, "QLoRA: the frozen matrices are quantized to 4 bits (extra quantization)")
     load_in_8bit: bool = arg(False, "the frozen matrices are quantized to 8 bits (extra quantization)")
-    bnb_4bit_quant_type: str = arg("nf4", "numbers of load_in_4bit", choices=("nf4", "fp4"))
-    use_bnb_nested_quant: bool = arg(False, "load_in_4bit: quantize the scales of the blocks, too")
+    bnb_4bit_quant_type: str = arg("nf4", "numbers of --load_in_4bit", choices=("nf4", "fp4"))
+    use_bnb_nested_quant: bool = arg(False, "--load_in_4bit: quantize the scales of the blocks, too")
     lora_path: str | None = arg(None, "adapter folder to start from")
     merge_weights: bool = arg(False, "also write output_dir/merged, the model with merged adapters")
 

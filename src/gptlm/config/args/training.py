@@ -43,18 +43,18 @@ class ModelArguments:
     model_name_or_path: str | None = arg(
         "gpt2-medium-en", "built-in name, folder with config.json (and weights), or config .json file"
     )
-    tokenizer_name_or_path: str | None = arg(None, "tokenizer folder or name; unset: model_name_or_path")
-    continue_training: bool = arg(False, "start from the weights of model_name_or_path, not from random weights")
+    tokenizer_name_or_path: str | None = arg(None, "tokenizer folder or name; unset: --model_name_or_path")
+    continue_training: bool = arg(False, "start from the weights of --model_name_or_path, not from random weights")
     num_hidden_layers: int | None = arg(None, "number of transformer layers; unset: the model's", ge=1, le=10_000)
     hidden_size: int | None = arg(None, "hidden size; unset: the model's", ge=1)
     num_attention_heads: int | None = arg(None, "number of attention heads; unset: the model's", ge=1)
-    intermediate_size: int | None = arg(None, "feed-forward size; unset: the model's or 4 x hidden_size", ge=1)
+    intermediate_size: int | None = arg(None, "feed-forward size; unset: the model's or 4 x --hidden_size", ge=1)
     vocab_size: int | None = arg(
         None, "rows of the embedding; unset: the model's, at least the tokenizer's size rounded up to 128", ge=1
     )
     max_position_embeddings: int | None = arg(
         None,
-        "rows of the position embedding; unset: the model's, at least max_seq_length with random weights",
+        "rows of the position embedding; unset: the model's, at least --max_seq_length with random weights",
         ge=1,
         unit="tokens",
     )
@@ -86,24 +86,25 @@ class DataArguments:
     )
     train_file: str | None = arg(
         None,
-        "text to encode and train on, in place of input_dir: file, folder or quoted glob, as input_path of preprocess",
+        "text to encode and train on, in place of --input_dir: file, folder or quoted glob, "
+        "as the input of gptlm preprocess",
     )
     dataset_name: str | None = arg(
-        None, "dataset to encode and train on, in place of input_dir: name on the HuggingFace hub, or local folder"
+        None, "dataset to encode and train on, in place of --input_dir: name on the HuggingFace hub, or local folder"
     )
-    dataset_config: str | None = arg(None, "dataset_name: configuration; unset: the dataset's default")
-    dataset_split: str = arg("train", "dataset_name: split to encode; train, valid and test samples are parts of it")
-    streaming: bool = arg(False, "dataset_name: read it as a stream, without a copy on disk")
-    text_column: str = arg("text", "train_file, dataset_name: column (JSON key) of the texts")
+    dataset_config: str | None = arg(None, "--dataset_name: configuration; unset: the dataset's default")
+    dataset_split: str = arg("train", "--dataset_name: split to encode; train, valid and test samples are parts of it")
+    streaming: bool = arg(False, "--dataset_name: read it as a stream, without a copy on disk")
+    text_column: str = arg("text", "--train_file, --dataset_name: column (JSON key) of the texts")
     preprocessing_num_workers: int | None = arg(
-        None, "train_file, dataset_name: encoder processes; unset: one per core", ge=1
+        None, "--train_file, --dataset_name: encoder processes; unset: one per core", ge=1
     )
     split: str = arg("949,50,1", "ratio of train, valid and test sequences", check=bad_split)
     max_seq_length: int = arg(1024, "sequence length", ge=1, unit="tokens")
     data_cache: str | None = arg(
         None,
         "folder for the sample index and for encoded text; unset: the index in index-cache beside the data, text in "
-        "the folder of the datasets library (HF_DATASETS_CACHE), else output_dir",
+        "the folder of the datasets library (HF_DATASETS_CACHE), else --output_dir",
     )
     share_folder: bool = arg(False, "nodes share a file system: build the sample index once, not once per node")
     data_order: str = arg("paddlenlp", "library whose sample order is reproduced", choices=DATA_ORDERS)
@@ -114,7 +115,7 @@ class DataArguments:
     )
     eod_mask_loss: bool = arg(False, "mask the loss of the first token after an end-of-text token")
     eval_iters: int = arg(10, "batches per evaluation, the same ones each time", ge=1)
-    test_iters: int | None = arg(None, "batches of the final test; unset: 10 x eval_iters", ge=1)
+    test_iters: int | None = arg(None, "batches of the final test; unset: 10 x --eval_iters", ge=1)
     max_evaluate_steps: int = arg(-1, "maximum number of batches per evaluation; -1: no limit")
 
     @property
@@ -135,11 +136,11 @@ class ParallelArguments:
     sequence_parallel: bool = arg(False, "split activations along the sequence in the tensor-parallel group")
     sharding: str = arg("", "ZeRO stage: stage1, stage2 or stage3, optionally with offload", words=True)
     sharding_parallel_degree: int = arg(-1, "processes per ZeRO sharding group; -1: all replicas")
-    data_parallel_degree: int = arg(-1, "number of sharding groups; -1: replicas / sharding_parallel_degree")
-    adapt_dp: bool = arg(False, "adjust data_parallel_degree if it does not fit the number of processes")
+    data_parallel_degree: int = arg(-1, "number of sharding groups; -1: replicas / --sharding_parallel_degree")
+    adapt_dp: bool = arg(False, "adjust --data_parallel_degree if it does not fit the number of processes")
     sharding_parallel_config: str = arg("", "sharding options of PaddleNLP, without effect", words=True)
     auto_parallel: bool = arg(False, "use the best parallel layout that gptlm plan finds for this number of processes")
-    auto_parallel_memory: float = arg(80.0, "auto_parallel: memory of a GPU", unit="GiB")
+    auto_parallel_memory: float = arg(80.0, "--auto_parallel: memory of a GPU", unit="GiB")
     deepspeed: str | None = arg(None, "DeepSpeed configuration file", switch=True)
     local_rank: int = arg(-1, "set by launchers and ignored; LOCAL_RANK in the environment is used")
     world_size: int | None = arg(None, "with --print_config: number of processes to resolve for")
@@ -150,8 +151,8 @@ class TrainingArguments:
     """Training"""
 
     output_dir: str | None = arg(None, "folder for checkpoints, the final model, results and logs (required)")
-    overwrite_output_dir: bool = arg(False, "start from step 0 and remove what earlier runs wrote into output_dir")
-    do_train: bool | None = arg(None, "train; unset: on, unless do_eval or do_predict is given")
+    overwrite_output_dir: bool = arg(False, "start from step 0 and remove what earlier runs wrote into --output_dir")
+    do_train: bool | None = arg(None, "train; unset: on, unless --do_eval or --do_predict is given")
     do_eval: bool = arg(False, "evaluate on the validation split, also during training")
     do_predict: bool = arg(False, "evaluate on the test split at the end")
     eval_on_start: bool = arg(False, "evaluate before the first step")
@@ -165,10 +166,10 @@ class TrainingArguments:
         None, "samples per optimizer step and data-parallel replica; unset: micro-batch x accumulation", ge=1
     )
     global_batch_size: int | None = arg(
-        None, "samples per optimizer step; unset: local_batch_size x data-parallel replicas", ge=1
+        None, "samples per optimizer step; unset: --local_batch_size x data-parallel replicas", ge=1
     )
     max_steps: int = arg(-1, "total number of optimizer steps", ge=1, also={-1: "num_train_epochs decides"})
-    num_train_epochs: float = arg(1.0, "epochs, if max_steps is not given; above 0")
+    num_train_epochs: float = arg(1.0, "epochs, if --max_steps is not given; above 0")
     learning_rate: float = arg(5e-5, "peak learning rate", ge=0)
     min_learning_rate: float = arg(1e-5, "final learning rate of the linear and cosine schedules", ge=0)
     lr_scheduler_type: str = arg(
@@ -184,12 +185,15 @@ class TrainingArguments:
     )
     warmup_steps: float = arg(
         0,
-        "linear warmup steps; below 1: fraction of max_steps, rounded up; overrides warmup_ratio and warmup_fraction",
+        "linear warmup steps; below 1: fraction of --max_steps, rounded up; overrides --warmup_ratio "
+        "and --warmup_fraction",
         ge=0,
     )
-    warmup_ratio: float = arg(0.0, "linear warmup as a fraction of max_steps", ge=0, le=1)
-    warmup_fraction: float = arg(0.0, "linear warmup as a fraction of decay_steps", ge=0, le=1)
-    decay_steps: float | None = arg(None, "step at which the learning rate reaches its minimum; unset: max_steps", gt=0)
+    warmup_ratio: float = arg(0.0, "linear warmup as a fraction of --max_steps", ge=0, le=1)
+    warmup_fraction: float = arg(0.0, "linear warmup as a fraction of --decay_steps", ge=0, le=1)
+    decay_steps: float | None = arg(
+        None, "step at which the learning rate reaches its minimum; unset: --max_steps", gt=0
+    )
     lr_end: float = arg(1e-7, "final learning rate of the polynomial schedule")
     power: float = arg(1.0, "exponent of the polynomial schedule")
     optim: str = arg("adamw", "optimizer; adamw, adamw_torch and adamw_torch_fused are one", choices=OPTIMIZERS)
@@ -249,25 +253,25 @@ class TrainingArguments:
     )
     no_recompute_layers: list[int] = arg([], "indices of layers that are not recomputed", words=True)
     evaluation_strategy: str | None = arg(
-        None, "when to evaluate; unset: steps with do_eval, else no", choices=("no", "steps", "epoch")
+        None, "when to evaluate; unset: steps with --do_eval, else no", choices=("no", "steps", "epoch")
     )
     eval_steps: float | None = arg(
         None,
-        "evaluation interval; below 1: fraction of max_steps; unset: logging_steps",
+        "evaluation interval; below 1: fraction of --max_steps; unset: --logging_steps",
         check=bad_interval,
         unit="steps",
     )
     eval_delay: float = arg(
-        0, "no evaluation before this step, or before this epoch with evaluation_strategy epoch", ge=0
+        0, "no evaluation before this step, or before this epoch with --evaluation_strategy epoch", ge=0
     )
-    minimum_eval_times: int | None = arg(None, "lower eval_steps to reach at least this number of evaluations", ge=1)
+    minimum_eval_times: int | None = arg(None, "lower --eval_steps to reach at least this number of evaluations", ge=1)
     save_strategy: str = arg(
         "steps",
-        "when to save checkpoints; best: after each evaluation that improves metric_for_best_model",
+        "when to save checkpoints; best: after each evaluation that improves --metric_for_best_model",
         choices=("no", "steps", "epoch", "best"),
     )
     save_steps: float = arg(
-        500, "checkpoint interval; below 1: fraction of max_steps", check=bad_interval, unit="steps"
+        500, "checkpoint interval; below 1: fraction of --max_steps", check=bad_interval, unit="steps"
     )
     save_on_signal: bool = arg(
         True, "SIGTERM and SIGHUP save a checkpoint before they end the run; 0: they end it after the step"
@@ -277,19 +281,19 @@ class TrainingArguments:
     metric_for_best_model: str | None = arg(None, "metric of the best checkpoint; unset: loss")
     greater_is_better: bool | None = arg(None, "whether a higher metric is better; unset: by metric")
     early_stopping_patience: int | None = arg(
-        None, "end training after this many evaluations in a row without a better metric_for_best_model", ge=1
+        None, "end training after this many evaluations in a row without a better --metric_for_best_model", ge=1
     )
     early_stopping_threshold: float = arg(
-        0.0, "early_stopping_patience: by how much more than this the metric has to improve", ge=0
+        0.0, "--early_stopping_patience: by how much more than this the metric has to improve", ge=0
     )
     ignore_save_lr_and_optim: bool = arg(False, "save weights only; such checkpoints cannot be resumed")
     ignore_load_lr_and_optim: bool = arg(
         False, "resume weights and sample position only, with a new optimizer and schedule"
     )
     resume_from_checkpoint: str | None = arg(
-        None, "checkpoint folder to resume from; true or unset: the newest in output_dir"
+        None, "checkpoint folder to resume from; true or unset: the newest in --output_dir"
     )
-    logging_steps: float = arg(500, "log interval; below 1: fraction of max_steps", check=bad_interval, unit="steps")
+    logging_steps: float = arg(500, "log interval; below 1: fraction of --max_steps", check=bad_interval, unit="steps")
     logging_strategy: str = arg("steps", "when to log the training loss", choices=("no", "steps", "epoch"))
     log_format: str = arg("paddlenlp", "library whose log lines are printed", choices=LOG_FORMATS)
     logging_first_step: bool = arg(False, "also log the first step")
@@ -307,7 +311,7 @@ class TrainingArguments:
     run_name: str | None = arg(None, "run name in wandb, mlflow, swanlab and trackio")
     project: str = arg("huggingface", "project in trackio; the others read theirs from the environment")
     trackio_space_id: str | None = arg(None, "Hugging Face Space that trackio uploads to; unset: local files only")
-    trackio_bucket_id: str | None = arg(None, "Hugging Face bucket of trackio_space_id")
+    trackio_bucket_id: str | None = arg(None, "Hugging Face bucket of --trackio_space_id")
     disable_tqdm: bool | None = arg(None, "no progress bar; unset: a bar if stderr is a terminal")
     skip_memory_metrics: bool = arg(True, "false: add memory usage to the log lines")
     profile: int | None = arg(
