@@ -41,6 +41,36 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
     sync_folder(final.parent)
 
 
+@contextmanager
+def new_folders(folder: Path) -> Iterator[None]:
+    """Make `folder` and those above it. If the block raises, the new ones are removed, as far as they are empty."""
+    made: list[Path] = []
+    try:
+        made = make_folders(folder)
+        yield
+    except BaseException:
+        remove_empty(made)
+        raise
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Make `folder` and those above it; returns the new ones, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of `folders` that are empty, in this order."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
+
+
 def _new_beside(final: Path) -> BinaryIO:
     for number in count(1):
         with suppress(FileExistsError):  # of a killed process with this id, or of others
@@ -134,11 +164,14 @@ def write_failure(error: Exception, path: Path) -> str:
     return f"{reason}; {_advice(number, path)}"
 
 
-def _errno_of(error: Exception) -> int | None:
+def _errno_of(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"os error (\d+)", str(error))  # safetensors has the number in its text only
-    return int(found[1]) if found else None
+    if found := re.search(r"os error (\d+)", str(error)):  # safetensors has the number in its text only
+        return int(found[1])
+    # torch's zip writer fails again when it closes the file
+    before = error.__cause__ or error.__context__
+    return _errno_of(before) if before is not None else None
 
 
 def _free_bytes(path: Path) -> int:

@@ -120,15 +120,19 @@ def holds_run(folder: Path) -> bool:
     return any(entry.key is None for entry in listing(folder).values())
 
 
-def note(folder: Path, names: Iterable[str], command: str, key: str | None = None) -> None:
+def note(folder: Path, names: Iterable[str], command: str, key: str | None = None, staging: Path | None = None) -> None:
     """Add the files `names` in `folder` to its listing, with a `key` also their sizes.
 
     Files of a run are noted before they are written, so that those of an interrupted one count; a result afterwards.
 
+    Args:
+        staging: where the files are now, if they are moved to `folder` next.
+
     Raises:
         OSError: if the listing cannot be written.
     """
-    files = {name: (folder / name).stat().st_size if key is not None else None for name in names}
+    place = staging or folder
+    files = {name: (place / name).stat().st_size if key is not None else None for name in names}
     _list_earlier(folder)
     _append(folder, {"command": command, "key": key, "files": files})
 
@@ -219,13 +223,10 @@ def move_in(staging: Path, folder: Path, command: str, key: str | None = None) -
             names.remove(name)
         else:
             make_way(folder, name)
-    if key is None:
-        note(folder, names, command)
+    note(folder, names, command, key, staging)  # before: it fails on a full disk, where moving does not
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / name, folder / name)
-    if key is not None:
-        note(folder, names, command, key)
     shutil.rmtree(staging, ignore_errors=True)
 
 

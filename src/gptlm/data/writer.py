@@ -23,7 +23,7 @@ from gptlm.data.indexed import (
     metadata_path,
     sequence_starts,
 )
-from gptlm.disk import sync_folder
+from gptlm.disk import make_folders, remove_empty, sync_folder
 from gptlm.errors import GptlmError
 
 COPY_TOKENS = 1 << 22  # tokens in memory at a time
@@ -56,12 +56,13 @@ class IndexedTokensWriter:
         self.max_id = -1
         self._checksum = Checksum()
         self.tokens_path, self.index_path, _ = token_files(prefix, layout)
-        self.tokens_path.parent.mkdir(parents=True, exist_ok=True)
-        owned.begin(self.tokens_path.parent, self._temporaries(), "preprocess")
+        self._made = make_folders(self.tokens_path.parent)
         try:
+            owned.begin(self.tokens_path.parent, self._temporaries(), "preprocess")
             self._file = open(_temporary(self.tokens_path), "xb")
         except OSError:
             owned.end(self.tokens_path.parent, self._temporaries())
+            remove_empty(self._made)
             raise
         if layout == "npy":
             self._file.write(self._npy_header())
@@ -140,10 +141,11 @@ class IndexedTokensWriter:
         return [self.tokens_path, self.index_path, metadata_path(self.prefix)]
 
     def abandon(self) -> None:
-        """Remove the temporary files."""
+        """Remove the temporary files, and folders that were made for them."""
         with suppress(OSError):  # what is not written yet, on a full disk
             self._file.close()
         owned.end(self.tokens_path.parent, self._temporaries())
+        remove_empty(self._made)
 
     def _temporaries(self) -> list[str]:
         return [_temporary(path).name for path in token_files(self.prefix, self.layout)]

@@ -11,7 +11,7 @@ from gptlm.config.args.data import TokenizerArguments
 from gptlm.data.documents import read_texts
 from gptlm.data.encoder import in_pieces
 from gptlm.data.text_files import list_files
-from gptlm.disk import is_of_system, write_failure
+from gptlm.disk import is_of_system, new_folders, write_failure
 from gptlm.errors import GptlmError
 from gptlm.model.tokenizer import fingerprint, train_tokenizer
 from gptlm.recipes.common.command_results import check_files, maker
@@ -35,7 +35,6 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
     inputs = list_files(path)
     by = maker("tokenizer", asdict(arguments), inputs, overwrite=arguments.overwrite)
     check_files("output_dir", _tokenizer_files(folder), by)
-    folder.mkdir(parents=True, exist_ok=True)
     texts = read_texts(path, arguments.json_key, arguments.txt_split)
     first = next((text for text in texts if text.strip()), None)
     if first is None:
@@ -48,10 +47,11 @@ def tokenizer(arguments: TokenizerArguments) -> Path:
             len(trained), arguments.vocab_size, arguments.min_frequency,
         )  # fmt: skip
     try:
-        with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=folder, ignore_cleanup_errors=True) as staging:
-            trained.save_pretrained(staging)
-            trained.backend_tokenizer.model.save(staging)  # vocab.json and merges.txt, for tools that need them
-            owned.move_in(Path(staging), folder, by.command, by.key)
+        with new_folders(folder):
+            with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=folder, ignore_cleanup_errors=True) as staging:
+                trained.save_pretrained(staging)
+                trained.backend_tokenizer.model.save(staging)  # vocab.json and merges.txt, for tools that need them
+                owned.move_in(Path(staging), folder, by.command, by.key)
     except Exception as error:  # tokenizers raises no subclass
         if not is_of_system(error):
             raise

@@ -64,7 +64,9 @@ def write_megatron(
             path = folder / "release" / rank_folder / MEGATRON_FILES[0]
             path.parent.mkdir(parents=True)
             model = _nested(weights, first_layer=stage * layers // pipeline)
-            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": model}, path)
+            content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": model}
+            with path.open("wb") as file:  # given a path, torch does not say why it cannot be written
+                torch.save(content, file)
     (folder / ITERATION).write_text("release")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from gptlm import owned
-from gptlm.disk import is_write_error, sync_folder, sync_tree, write_failure
+from gptlm.disk import is_write_error, new_folders, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.locks import locked
 from gptlm.recipes.common.output_folder import some_of
@@ -145,20 +145,20 @@ def new_folder(flag: str, output: Path, by: Maker) -> Iterator[Path]:
     output = output.resolve()
     staging = output.with_name(f".{output.name}.incomplete")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with locked(output.with_name(f".{output.name}.lock")):
+        with _as_sentence(output), new_folders(output.parent), locked(output.with_name(f".{output.name}.lock")):
             made = False
             try:
-                if why := check_folder(flag, output, by):  # again: another command may have ended meanwhile
-                    logger.info("replaced, %s: %s", why, output)
-                _make_empty(staging)
-                owned.note(staging, [], by.command)
-                made = True
-                yield staging
-                names = [file.relative_to(staging).as_posix() for file in owned.files_below(staging)]
-                owned.note(staging, [name for name in names if name != owned.LISTING], by.command, by.key)
-                sync_tree(staging)  # before the rename: an existing `output` counts as complete
-                _replace(output, staging)
+                with _as_sentence(output):  # it counts the free space before the staging folder is removed
+                    if why := check_folder(flag, output, by):  # again: another command may have ended meanwhile
+                        logger.info("replaced, %s: %s", why, output)
+                    _make_empty(staging)
+                    made = True
+                    owned.note(staging, [], by.command)
+                    yield staging
+                    names = [file.relative_to(staging).as_posix() for file in owned.files_below(staging)]
+                    owned.note(staging, [name for name in names if name != owned.LISTING], by.command, by.key)
+                    sync_tree(staging)  # before the rename: an existing `output` counts as complete
+                    _replace(output, staging)
             finally:
                 if made:
                     shutil.rmtree(staging, ignore_errors=True)
@@ -166,6 +166,15 @@ def new_folder(flag: str, output: Path, by: Maker) -> Iterator[Path]:
         raise GptlmError(
             f"another command is writing into {output}; wait until it ends, or give another {named(flag)}"
         ) from None
+
+
+@contextmanager
+def _as_sentence(output: Path) -> Iterator[None]:
+    """A failure to write `output` as a GptlmError."""
+    try:
+        yield
+    except BlockingIOError:  # of the lock
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_write_error(error):
             raise

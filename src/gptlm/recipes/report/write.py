@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlm import owned
-from gptlm.disk import replacing
+from gptlm.disk import new_folders, replacing, write_failure
 from gptlm.errors import GptlmError, reason_of
 from gptlm.recipes.report.page import page_of
 from gptlm.recipes.report.reading import Recorded, find_runs
@@ -36,12 +36,12 @@ def write_page(path: Path, runs: Sequence[Recorded]) -> None:
     text = page_of(runs)
     is_run = owned.holds_run(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if is_run:  # noted before, as all files of a run
-            owned.note(folder, [name], owned.RUN)
-        with replacing(path) as file:
-            file.write(text.encode())
-        if not is_run:
-            owned.note(folder, [name], "report", key=name)
+        with new_folders(folder):
+            if is_run:  # noted before, as all files of a run
+                owned.note(folder, [name], owned.RUN)
+            with replacing(path) as file:
+                file.write(text.encode())
+            if not is_run:
+                owned.note(folder, [name], "report", key=name)
     except OSError as error:
-        raise GptlmError(f"cannot write {path}: {reason_of(error)}; give another --output") from error
+        raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
