@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from gptlm.errors import GptlmError, named
+from gptlm.model.files import CONFIG
 from gptlm.model.safetensors_io import tensor_shapes, weight_files
 
 NAMES = {
@@ -173,6 +174,8 @@ def _megatron(folder: Path) -> Found | None:
 
 def _deepspeed(folder: Path) -> Found | None:
     tag = folder / DEEPSPEED_TAG
+    if tag.is_file() and (folder / CONFIG).is_file() and weight_files(folder):
+        return None  # transformers' Trainer under DeepSpeed: the engine's files beside the whole weights
     if tag.is_file():
         folder = folder / tag.read_text(encoding="utf-8").strip()
         if not folder.is_dir():

@@ -1,6 +1,7 @@
 """Stock GPT-2 folders of transformers: the reader, and config.json for the writer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from gptlm.conversion.detect import Found
 from gptlm.conversion.gpt2_names import WTE, all_names
-from gptlm.conversion.source import ReadOptions, Source, check_variants
+from gptlm.conversion.source import Progress, ReadOptions, Source, check_variants
+from gptlm.conversion.trainer_checkpoint import TrainerCheckpoint
 from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, shape_of_config
 from gptlm.model.safetensors_io import LazyTensors
@@ -55,6 +57,16 @@ class HuggingFaceSource(Source):
         if stored not in self.tensors:
             raise GptlmError(f"{self.found.folder} lacks {name}; copy it again")
         return self.tensors[stored]
+
+    def progress(self) -> Progress:
+        return self._trainer.progress()
+
+    def optimizer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        yield from self._trainer.moments()
+
+    @cached_property
+    def _trainer(self) -> TrainerCheckpoint:
+        return TrainerCheckpoint(self.found.folder, self.shape)
 
     def _check_names(self) -> None:
         known = {HEAD, *all_names(self.shape.num_hidden_layers)}

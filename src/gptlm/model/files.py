@@ -67,6 +67,12 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path.parent} holds adapters, no model: {named('lora_path')} trains and predicts with them, on their "
             "base model, and `gptlm merge-lora` makes a model of the two"
         )
+    runs = [folder for folder in path.parent.glob("checkpoint-*") if (folder / CONFIG).is_file()]
+    if not path.is_file() and runs:
+        newest = max(runs, key=lambda folder: folder.stat().st_mtime_ns)
+        raise GptlmError(
+            f"{path.parent} holds checkpoints, but no model of its own; give one of them, such as {newest}"
+        )
     config = read_json(path, "the model config ")
     kind = config.get("model_type", "gpt2")
     if kind not in ("gpt2", "gpt"):

@@ -15,9 +15,10 @@ from gptlm.checkpoint.folder import Checkpoint
 from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
+from gptlm.conversion.trainer_checkpoint import is_trainer_checkpoint
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.locks import locked
-from gptlm.model.files import shape_of_config
+from gptlm.model.files import ADAPTER_CONFIG, shape_of_config
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.output_folder import read_checkpoints
@@ -133,6 +134,8 @@ def _choose(run: Run) -> str | None:
             found = checkpoint.read(path)
             checkpoint.check_content(found)
         except GptlmError as error:
+            if is_trainer_checkpoint(path):
+                raise GptlmError(_start_from_trainer(path)) from error
             advice = f"; give another one with {named('resume_from_checkpoint')}" if path.is_dir() else ""
             raise GptlmError(f"{error.marked}{advice}") from error
     else:
@@ -154,6 +157,17 @@ def _choose(run: Run) -> str | None:
     if found.manifest.checksums is None:
         logger.info("%s has no checksums: damage that keeps the size of a file is not noticed", found.path.name)
     return str(found.path)
+
+
+def _start_from_trainer(path: Path) -> str:
+    """How a checkpoint of transformers' own Trainer in `path` is used."""
+    what = f"the checkpoint {path} was written by transformers' Trainer"
+    if (path / ADAPTER_CONFIG).is_file():
+        return f"{what}: give its adapters as --lora --lora_path {path} instead; their optimizer state is not read"
+    return (
+        f"{what}: with its optimizer state, first run gptlm convert --from {path} --with_optimizer --output DIR, then "
+        f"this command with --output_dir DIR; for its weights alone, give --model_name_or_path {path} instead"
+    )
 
 
 def _asked_folder(run: Run) -> Path | None:
