@@ -1,5 +1,6 @@
 """Resolving a run: derived values, and runs that are impossible."""
 
+import itertools
 import json
 import shlex
 
@@ -99,7 +100,7 @@ def test_layouts_that_are_refused_by_name(flags, says):
         ("--pipeline_parallel_degree 32", 32, "is less than the 32 stages of the pipeline"),
         ("--pipeline_parallel_degree 2 --virtual_pp_degree 5", 2, "virtual pp doesn't support uneven layer split."),
         ("--max_seq_length 1023 --tensor_parallel_degree 2 --sequence_parallel 1", 2, "max_seq_length 1023"),
-        ("--tensor_parallel_degree 2 --sharding stage1 --sharding_parallel_degree 2", 8, "over all replicas or none"),
+        ("--tensor_parallel_degree 2 --sharding stage1 --sharding_parallel_degree 3", 8, "3 does not divide the 4"),
     ],
 )
 def test_layouts_that_cannot_be(flags, world, says):
@@ -144,11 +145,17 @@ def test_repeated_arguments_and_those_without_effect_are_logged():
 
 
 def test_sharding_in_smaller_groups():
-    for stage in ("stage1", "stage3"):
-        words = f"{BASE} --sharding {stage} --sharding_parallel_degree 2"
-        run = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "4"})
+    split = "--tensor_parallel_degree 2", "--pipeline_parallel_degree 2"
+    for stage, more in itertools.product(("stage1", "stage2", "stage3"), ("", *split, " ".join(split))):
+        words = f"{BASE} --sharding {stage} --sharding_parallel_degree 2 {more}"
+        if stage != "stage1" and "pipeline" in more:
+            refused(words, "please using sharding stage1", world=16)
+            continue
+        run = parse_pretrain(shlex.split(words), {"WORLD_SIZE": "16"})
         assert run.refusals == () and run.parallel.sharding_parallel_degree == 2
-    refused(BASE + "--sharding stage2 --sharding_parallel_degree 2", "use stage1 with this degree", world=4)
+        assert run.parallel.data_parallel_degree * 2 == run.dims.data
+    mixed = f"{BASE} --sharding stage2 --sharding_parallel_degree 2 --tensor_parallel_degree 2 --data_parallel_degree 2"
+    assert parse_pretrain(shlex.split(mixed), {"WORLD_SIZE": "8"}).dims.data == 4  # FleetX: mp 2 x sharding 2 x dp 2
     alone = parse_pretrain(f"{BASE} --sharding_parallel_degree 2".split(), {"WORLD_SIZE": "4"})
     assert "--sharding_parallel_degree 2 has no effect without --sharding stage1, stage2 or stage3" in alone.notes
     refused(BASE + "--sharding stage1 --sharding_parallel_degree 3", "does not divide the 4", world=4)

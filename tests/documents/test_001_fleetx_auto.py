@@ -194,10 +194,6 @@ PIPELINE = re.compile(
     r"(stage[23]) with .*mp_degree.* (\d), --sequence_parallel 1 and -o Distributed.pp_degree 1 needs no more memory, "
     r"or use stage1 with this pipeline"
 )
-HYBRID = {  # sharding degrees below the number of replicas
-    2: r"DeepSpeed shares gradients over all replicas or none; use stage1 with this degree, stage3 with it, or leave",
-    "split": r"of \d replicas with tensor or pipeline parallelism: ZeRO shares over all replicas or none; leave",
-}
 CELLS = list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2), ("o1", "o2"), (False, True)))
 
 
@@ -219,27 +215,24 @@ def test_every_combination_runs_or_is_refused_by_name(stage):
         _, tensor, pipeline, groups, level, recompute = parts
         if pipeline > 1 and stage > 1:
             says = PIPELINE.pattern
-        elif groups > 1 and (tensor > 1 or pipeline > 1):
-            says = HYBRID["split"]
-        elif groups > 1 and stage == 2:
-            says = HYBRID[2]
         else:
             run, replicas = cell(*parts)
             assert (run.dims.tensor, run.dims.pipeline, run.dims.data) == (tensor, pipeline, replicas)
             assert (run.parallel.sharding, run.training.recompute) == (f"stage{stage}", recompute)
             assert precision_of(run) == level.upper() and not run.refusals
-            if groups == 1:
+            assert run.parallel.sharding_parallel_degree == replicas // groups
+            if groups == 1 or stage == 3:
                 known = layouts(sizes_of(run), Cluster(WORLD, 8), run.batch.total, level.upper())
                 assert any(
-                    (found.tensor, found.pipeline, found.data, found.stage, found.recompute)
-                    == (tensor, pipeline, replicas, stage, "full" if recompute else "")
+                    (found.tensor, found.pipeline, found.data, found.stage, found.shards, found.recompute)
+                    == (tensor, pipeline, replicas, stage, replicas // groups, "full" if recompute else "")
                     for found in known
                 )
             ran |= {name for name, on in zip(("tensor", "pipeline", "groups"), (tensor, pipeline, groups)) if on > 1}
             continue
         with pytest.raises(UsageError, match=says):
             cell(*parts)
-    assert ran == {1: {"tensor", "pipeline", "groups"}, 2: {"tensor"}, 3: {"tensor", "groups"}}[stage]
+    assert ran == {"tensor", "groups"} | ({"pipeline"} if stage == 1 else set())
 
 
 def memory(run, *, tensor, pipeline, data, stage, sequence=False):

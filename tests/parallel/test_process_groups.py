@@ -26,6 +26,13 @@ GROUPS = {  # (tensor, pipeline, data): the groups that split layers, that are r
     (2, 2, 2): (PAIRS, [[0, 2], [1, 3], [4, 6], [5, 7]], FOURS),
 }
 TIED = {(1, 4, 2): [[0, 6], [1, 7]], (1, 2, 4): FOURS, (2, 2, 2): FOURS}  # first and last stage of each column
+COPIES = {  # (tensor, pipeline, replicas that share): the groups that share, and those with the same shards
+    (1, 1, 2): (PAIRS, EVEN_ODD),
+    (1, 1, 1): (EACH, ALL),
+    (1, 1, 8): (ALL, EACH),
+    (2, 1, 2): ([[0, 2], [1, 3], [4, 6], [5, 7]], FOURS),
+    (1, 2, 2): (PAIRS, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+}
 REPLICAS = {(1, 4, 2): EVEN_ODD, (1, 2, 4): FOURS, (2, 2, 2): [[0, 1, 4, 5], [2, 3, 6, 7]], (2, 1, 4): PAIRS}
 
 
@@ -41,16 +48,19 @@ class Place:
     pipeline: list[int]
     replica: list[int]
     tied: list[int] | None
+    copies: list[int]
 
 
-def places(tensor: int, pipeline: int) -> list[Place]:
-    """The place of each of eight processes."""
+def places(tensor: int, pipeline: int, shards: int | None = None) -> list[Place]:
+    """The place of each of eight processes; `data`: those that share an optimizer state."""
     found = []
     for rank in range(8):
         dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
         try:
-            mesh = Mesh(ParallelDims.of(8, tensor, pipeline))
-            groups = (mesh.tensor_group, mesh.data_group, mesh.pipeline_group, mesh.model_group, mesh.tied_group)
+            mesh = Mesh(ParallelDims.of(8, tensor, pipeline), shards)
+            groups = (mesh.tensor_group, mesh.zero_group, mesh.pipeline_group, mesh.model_group, mesh.tied_group)
+            groups += (mesh.copy_group,)
+            assert mesh.get_data_parallel_rank() == dist.get_rank(mesh.zero_group)
             ranks = [group and dist.get_process_group_ranks(group) for group in groups]
             found.append(Place(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, *ranks))
         finally:
@@ -66,6 +76,13 @@ def test_each_process_is_in_one_group_of_each_kind(degrees):
         for rank, place in enumerate(found):
             group = getattr(place, kind)
             assert group in wanted and group[getattr(place, f"{kind}_rank")] == rank
+
+
+@pytest.mark.parametrize("degrees", COPIES)
+def test_groups_that_share_and_their_copies(degrees):
+    for rank, place in enumerate(places(*degrees)):
+        for group, wanted in zip((place.data, place.copies), COPIES[degrees], strict=True):
+            assert rank in group and group in wanted
 
 
 @pytest.mark.parametrize("degrees", REPLICAS)

@@ -97,12 +97,6 @@ def test_contradictions_name_both_values(change, says):
     assert fill_auto({**zero_config(1), "train_batch_size": 64}, RUN)
 
 
-def test_smaller_groups_of_stage_3_share_the_weights():
-    wanted = RunSettings(1, 1, 8, 1.0, "bf16", "O2", shard_degree=4)
-    assert fill_auto(zero_config(3), wanted)["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert "zero_hpz_partition_size" not in fill_auto(zero_config(1), wanted)["zero_optimization"]
-
-
 def test_stage_3_exchanges_whole_blocks_where_all_of_a_block_is_trained():
     zero = fill_auto(zero_config(3), RUN)["zero_optimization"]
     assert zero["leaf_module"] == {"classes": ["gptlm.model.gpt.Block"]}

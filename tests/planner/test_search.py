@@ -4,6 +4,7 @@ import itertools
 import json
 import shlex
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_every_layout_is_possible(sizes, cards, batch):
         assert layout.tensor * layout.pipeline * layout.data == cards
         assert layout.micro * layout.accumulation * layout.data == batch
         assert sizes.heads % layout.tensor == 0 and layout.pipeline * layout.chunks <= sizes.layers
-        assert layout.stage <= (1 if layout.pipeline > 1 else 3)
+        assert layout.stage <= (1 if layout.pipeline > 1 else 3) and layout.data % layout.shards == 0
 
 
 def test_what_is_offered_fits_and_the_fastest_is_first():
@@ -38,6 +39,19 @@ def test_what_is_offered_fits_and_the_fastest_is_first():
     assert all(candidate.memory.total <= 40 * GIB * USABLE for candidate in found)
     seconds = [round(candidate.seconds, 4) for candidate in found]
     assert seconds == sorted(seconds) and len(found) > 10
+
+
+def test_two_nodes_may_hold_the_weights_of_stage_3_each():
+    """They fetch weights inside a node then, which takes less time and more memory."""
+    found = [c for c in candidates(M13B, Cluster(16), 512, "O2") if (c.layout.stage, c.layout.tensor) == (3, 1)]
+    pairs = {c.layout: c for c in found}
+    halves = [c for c in found if c.layout.shards == 8]
+    assert halves and {c.layout.shards for c in found} == {8, 16}
+    for half in halves:
+        whole = pairs[replace(half.layout, shards=16)]
+        assert half.seconds < whole.seconds and half.memory.total > whole.memory.total
+    assert not [x for x in layouts(M13B, Cluster(16), 512, "O2") if 1 < x.shards < x.data and x.stage < 3]
+    assert all(x.shards in (1, x.data) for x in layouts(M345, Cluster(8), 64, "O2"))
 
 
 def test_a_small_model_is_only_replicated():
@@ -132,7 +146,8 @@ def test_the_printed_command_takes_back_what_the_job_says():
         "-c pretrain_gpt_6.7B_sharding16 --virtual_pp_degree 2 --sequence_parallel 1 --data_parallel_degree 2".split()
     )
     job = parse_plan(["--num_gpus", "8", *words])
-    for layout in (Layout(data=8, micro=4, accumulation=2), Layout(pipeline=2, data=4, micro=16, stage=1, shards=4)):
+    taken = [Layout(data=8, micro=4, accumulation=2), Layout(data=8, micro=8, stage=3, shards=4)]
+    for layout in (*taken, Layout(pipeline=2, data=4, micro=16, stage=1, shards=4)):
         run = parse_pretrain([*words, *words_of(layout, job.parallel, job.training)], {"WORLD_SIZE": "8"})
         stage = f"stage{layout.stage}" if layout.stage else ""
         assert (run.parallel.sharding, run.parallel.sharding_parallel_degree) == (stage, layout.shards)
@@ -156,7 +171,7 @@ def test_auto_parallel_takes_the_best(capsys):
 
 def test_all_that_a_layout_decides_is_told():
     """But for what is taken back (-1) or follows from the batch."""
-    layout = Layout(tensor=2, pipeline=2, chunks=2, data=2, stage=1, shards=2, recompute="full", sequence=True)
+    layout = Layout(tensor=2, pipeline=2, chunks=2, data=4, stage=1, shards=2, recompute="full", sequence=True)
     words = words_of(layout, ParallelArguments(), TrainingArguments())
     assert {word.removeprefix("--") for word in words[::2]} == set(LAYOUT)
 

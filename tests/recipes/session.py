@@ -4,9 +4,11 @@
 
 A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed leave to GPUs otherwise.
 
-CASES: [[name, [words of the command]], ...]
-RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...]} or {"error": text}}; read is how
-many bytes of token files each process has read, scale the state of its loss scale at the end.
+CASES: [[name, [words of the command]], ...]; a case whose name has "one overflow" has an infinite
+gradient in its third step, on the last process alone.
+RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...], "moments": [...]} or
+{"error": text}}; read is how many bytes of token files each process has read, scale the state of its loss scale at the
+end, moments how many elements of AdamW's first moment it holds.
 """
 
 import gc
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gptlm.commands.pretrain import parse_pretrain
@@ -27,6 +30,7 @@ from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.common import training
 from gptlm.recipes.common.device import Device
+from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft
 from tests.imports import freeze_imports
@@ -77,10 +81,33 @@ def of_all(value):
     return found
 
 
-def train(words):
+class OneOverflow(TrainerCallback):
+    """Makes a gradient of the third step infinite on the last process."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            self.hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3 and hasattr(self, "hook"):
+            self.hook.remove()
+
+
+def train(words, hooks):
     if "--dataset_name_or_path" in words:
-        return sft(parse_sft(words, os.environ))
-    return pretrain(parse_pretrain(words, os.environ))
+        return sft(parse_sft(words, os.environ), hooks)
+    return pretrain(parse_pretrain(words, os.environ), hooks)
+
+
+def moments(trainer):
+    """Elements of the first moment on this process."""
+    optimizer = trainer.optimizer
+    while not isinstance(optimizer, torch.optim.Optimizer) or not optimizer.state:
+        if not hasattr(optimizer, "optimizer"):
+            return 0
+        optimizer = optimizer.optimizer
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values() if "exp_avg" in state)
 
 
 def main(cases: str, results: str) -> None:
@@ -90,14 +117,18 @@ def main(cases: str, results: str) -> None:
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
         try:
+            held = []
+            callbacks = (OneOverflow(),) if "one overflow" in name else ()
+            hooks = Hooks(callbacks=callbacks, finished=lambda trainer, held=held: held.append(moments(trainer)))
             with float16_on_the_cpu(words) as scales, counted_reads() as sizes:
-                metrics = train(words)
+                metrics = train(words, hooks)
             read = of_all(sum(sizes))
             scale = of_all(scales[0].state_dict() if scales else None)
+            held = of_all(held[0] if held else 0)
             state = Path(words[words.index("--output_dir") + 1]) / "trainer_state.json"
             if dist.get_rank() == 0:
                 history = json.loads(state.read_text())["log_history"] if state.exists() else []
-                found[name] = {"metrics": metrics, "history": history, "read": read, "scale": scale}
+                found[name] = {"metrics": metrics, "history": history, "read": read, "scale": scale, "moments": held}
         except (GptlmError, UsageError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}

@@ -21,18 +21,19 @@ BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 
 HALF = Device("cpu", "bf16", "O2")
 
 
-def decided(flags="", world=2, here="2", device=HALF, parameters=1000, word="LOCAL_WORLD_SIZE", **more):
+def decided(flags="", world=2, here="2", device=HALF, parameters=1000, word="LOCAL_WORLD_SIZE"):
     run = parse_pretrain(shlex.split(BASE + flags), {"WORLD_SIZE": str(world)})
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             patch.delenv(name, raising=False)
         if here:
             patch.setenv(word, here)
-        return choose_flat_grad_sync(run, device, parameters, **more)
+        return choose_flat_grad_sync(run, device, parameters)
 
 
 def test_flat_for_half_precision_on_one_machine():
     assert decided() and decided("--sharding stage1") and decided("--sharding stage2")
+    assert decided("--sharding stage2 --sharding_parallel_degree 2", world=4, here="4")
     assert decided(word="LOCAL_SIZE")  # DeepSpeed's launcher
     assert decided(parameters=FLAT_LIMIT + 1) and decided("--amp_master_grad")
 
@@ -83,7 +84,6 @@ def test_flat_where_a_pipeline_accumulates_in_float32():
         {"here": ""},
         {"device": Device("cpu", "bf16", "O1")},
         {"device": Device("cpu", "fp32")},
-        {"groups": True},
         {"flags": "--sharding stage3"},
         {"flags": "--sharding stage2 offload"},
         {"flags": "--sharding stage1 --amp_master_grad"},

@@ -175,18 +175,34 @@ SMALL = (
     "--do_eval 0 --evaluation_strategy no --save_strategy no --dataloader_num_workers 0 --device cpu --report_to none"
 ).split()
 STAGE2 = "--sharding stage2 --recompute 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 2"
-TRAINED = {  # those without groups first: DeepSpeed keeps the groups of the run before
+TRAINED = {
     "345M_without_mp": "-c gpt2-345m-without-mp",
     "345M stage 2": STAGE2,
     "6.7B stage 3": f"-c pretrain_gpt_6.7B_sharding16 {STAGE3}",
     "345M": "-c gpt2-345m",
     "3.7B": "-c gpt-3.7b",
 }
+GROUPS_OF_2 = "--per_device_train_batch_size 1 --sharding_parallel_degree 2 --sharding"
 LAYOUTS = {
     "tp2 dp4 stage1": "--tensor_parallel_degree 2 --sharding stage1 --per_device_train_batch_size 1",
     "pp4 dp2": "--pipeline_parallel_degree 4 --per_device_train_batch_size 1",
     "tp8": "--tensor_parallel_degree 8 --per_device_train_batch_size 8",
+    **{
+        f"tp2 dp2 sharding 2 stage{stage}": f"--tensor_parallel_degree 2 {GROUPS_OF_2} stage{stage}"
+        for stage in (1, 2, 3)
+    },
+    "pp2 dp2 sharding 2 stage1": f"--pipeline_parallel_degree 2 {GROUPS_OF_2} stage1",
+    "tp2 dp4 sharding 1 stage2": f"--tensor_parallel_degree 2 {GROUPS_OF_2} stage2 --sharding_parallel_degree 1",
 }
+GROUPED_HALF = {  # in half precision
+    "pp2 half": f"{LAYOUTS['pp2 dp2 sharding 2 stage1']} --bf16 --fp16_opt_level O2 --amp_master_grad",
+    "tp2 half": f"{LAYOUTS['tp2 dp2 sharding 2 stage2']} --bf16 --fp16_opt_level O2",
+}
+FLEETX_16 = (  # as typed, but for the micro-batch
+    "-c ppfleetx/configs/nlp/gpt/pretrain_gpt_6.7B_sharding16.yaml -o Distributed.dp_degree=2 "
+    "-o Distributed.sharding.sharding_degree=8 -o Distributed.sharding.sharding_stage=2 "
+    "-o Global.micro_batch_size=1 -o Global.local_batch_size=2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +239,7 @@ def trained(model, corpus_folder, tmp_path_factory):
     cases = [(name, [*more.split(), *SMALL, *data, "--output_dir", folder / name]) for name, more in TRAINED.items()]
     words = [*BASE, *data, "--model_name_or_path", model]
     words += f"--max_steps {STEPS} --decay_steps 6 --do_eval 0 --evaluation_strategy no --save_strategy no".split()
-    cases += [case(words, folder, name, more) for name, more in LAYOUTS.items()]
+    cases += [case(words, folder, name, more) for name, more in {**LAYOUTS, **GROUPED_HALF}.items()]
     return folder, run_session(8, cases, folder)
 
 
@@ -246,6 +262,30 @@ def test_other_layouts_train_like_a_plain_loop(trained, model, corpus_folder, na
     for key, value in weights(folder / name.replace(" ", "_")).items():
         # a wrong gradient moves a weight by the learning rate, 1e-2; Adam makes 1e-4 of the rounding of one near 0
         torch.testing.assert_close(value, final[key], atol=5e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPED_HALF)
+def test_smaller_groups_in_half_precision(trained, model, corpus_folder, name):
+    wanted, _, lengths = reference_run(model, corpus_folder / "mmap", STEPS, 1, 8)
+    assert losses(trained[1][name]) == pytest.approx(wanted, abs=4e-3)
+    assert norms(trained[1][name]) == pytest.approx(lengths, rel=0.02)
+
+
+@pytest.mark.slow
+def test_two_groups_of_eight_among_sixteen(corpus_folder, tmp_path):
+    """PaddleFleetX's dp_degree 2 and sharding_degree 8 in stage 2."""
+    data = ["--input_dir", corpus_folder / "mmap", "--output_dir"]
+    found = run_session(16, [("sixteen", [*FLEETX_16.split(), *SMALL, *data, tmp_path / "sixteen"])], tmp_path)
+    (elements,) = set(found["sixteen"]["moments"])
+    alone = "--sharding none --sharding_parallel_degree 1 --data_parallel_degree 1 --local_batch_size 32"
+    argv = [*FLEETX_16.split(), *SMALL, *alone.split(), "--global_batch_size", 32, *data, tmp_path / "alone"]
+    run = parse_pretrain([str(word) for word in argv], {})
+    pretrain(run)
+    assert run.batch.total == 32
+    assert losses(found["sixteen"]) == pytest.approx(losses(history_in(tmp_path / "alone")), abs=1e-5)
+    total = sum(value.numel() for value in weights(tmp_path / "alone").values()) - 512 * 32  # the head is the embedding
+    assert total / 8 <= elements < total / 8 * 1.02
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ LAYOUT = (  # what --auto_parallel decides
     "virtual_pp_degree",
     "sequence_parallel",
     "sharding",
+    "sharding_parallel_degree",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "recompute",

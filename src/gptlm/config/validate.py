@@ -292,7 +292,7 @@ def _sharding(parallel: ParallelArguments, dims: ParallelDims, splits: bool) -> 
         )
     yield from _groups(parallel, dims)
     if stages:
-        yield from _shares(stages[0], parallel.sharding_parallel_degree, dims)
+        yield from _shares(parallel.sharding_parallel_degree, dims)
 
 
 def _with_pipeline(stage: str, dims: ParallelDims, splits: bool) -> str:
@@ -329,25 +329,13 @@ def _groups(parallel: ParallelArguments, dims: ParallelDims) -> Iterator[Problem
     )
 
 
-def _shares(stage: str, degree: int, dims: ParallelDims) -> Iterator[Problem]:
+def _shares(degree: int, dims: ParallelDims) -> Iterator[Problem]:
     """Whether so many replicas can share."""
     if dims.data % degree:
         yield Problem(
             "sharding_parallel_degree",
             f"{degree} does not divide the {dims.data} data-parallel replicas ({dims.world} processes / "
             f"({dims.tensor} x {dims.pipeline}))",
-        )
-    elif 1 < degree < dims.data and dims.is_model_parallel:
-        yield Problem(
-            "sharding_parallel_degree",
-            f"{degree} of {dims.data} replicas with tensor or pipeline parallelism: ZeRO shares over all replicas or "
-            "none; leave the degree out",
-        )
-    elif 1 < degree < dims.data and stage == "stage2":
-        yield Problem(
-            "sharding",
-            f"stage2 with {named('sharding_parallel_degree')} {degree} of {dims.data} replicas: DeepSpeed shares "
-            "gradients over all replicas or none; use stage1 with this degree, stage3 with it, or leave the degree out",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gptlm.parallel.process_groups import Mesh
 from gptlm.quiet import quiet_deepspeed
 from gptlm.ranks import become_single_process, is_launched
 from gptlm.upstream.deepspeed import (
@@ -30,18 +31,26 @@ def setup_deepspeed(*, on_cpu: bool) -> None:
 
 
 def build_zero3_model(
-    empty: Callable[[], Any], fill: Callable[[Any, str, nn.Module], None], config: dict[str, Any]
+    empty: Callable[[], Any],
+    fill: Callable[[Any, str, nn.Module], None],
+    config: dict[str, Any],
+    groups: Mesh | None = None,
 ) -> Any:
     """A model for ZeRO stage 3. A rank never holds more than its shard and one whole module.
 
     Args:
         empty: makes the model with undefined weights.
-        fill: (model, name, module) initializes the weights of one module. It is called on rank 0 only, once for each
-            module that has weights of its own; a tied weight belongs to the first module that has it.
+        fill: (model, name, module) initializes the weights of one module. It is called on the first rank of each group
+            that shards, once for each module that has weights of its own; a tied weight belongs to the first module
+            that has it.
+        groups: whose ZeRO group shards; None: all ranks do.
     """
     import deepspeed
 
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    is_first = (dist.get_rank() if groups is None else groups.get_data_parallel_rank()) == 0
+    with deepspeed.zero.Init(
+        config_dict_or_path=config, data_parallel_group=None if groups is None else groups.zero_group
+    ):
         model = empty()
     filled: set[nn.Parameter] = set()
     for name, module in model.named_modules():
@@ -50,14 +59,16 @@ def build_zero3_model(
             continue
         filled |= own
         with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
-            if dist.get_rank() == 0:
+            if is_first:
                 fill(model, name, module)
     return model
 
 
 @contextmanager
 def gathered_parameters(parameters: list[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Inside, `parameters` have their full values on every rank; with `write`, rank 0's changes are broadcast."""
+    """Inside, `parameters` have their full values on every rank; with `write`, the changes of the first rank of each
+    group that shards are broadcast in it.
+    """
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     if not sharded:
         yield

@@ -39,7 +39,6 @@ class RunSettings:
         precision: "fp32", "fp16" or "bf16"; `level` O1 is autocast, O2 half-precision weights.
         fixed_scale, scale_window, hysteresis, minimum_scale: of float16's loss scale.
         master_grad: accumulate gradients in float32.
-        shard_degree: processes that share one copy of the weights (stage 3); None: all.
         whole_blocks: all weights of a block are trained, so stage 3 may gather and reduce them together.
     """
 
@@ -54,7 +53,6 @@ class RunSettings:
     hysteresis: int = 1
     minimum_scale: float = 1.0
     master_grad: bool = False
-    shard_degree: int | None = None
     whole_blocks: bool = True
 
 
@@ -120,8 +118,6 @@ def fill_auto(config: dict[str, Any], wanted: RunSettings, name: str = "the Deep
     problems += _fill_precision(config, wanted, name)
     if stage_of(config) == 0 and wanted.precision != "fp32":
         problems.append(f"{name}: half precision needs ZeRO stage 1, 2 or 3 (stage 0 loses accuracy); set the stage")
-    if wanted.shard_degree and stage_of(config) == 3:
-        config["zero_optimization"]["zero_hpz_partition_size"] = wanted.shard_degree
     if wanted.whole_blocks and stage_of(config) == 3:
         config["zero_optimization"] = copy.deepcopy(WHOLE_BLOCKS) | config["zero_optimization"]
     config["steps_per_print"] = NEVER

@@ -88,8 +88,9 @@ def words_of(layout: Layout, parallel: ParallelArguments, training: TrainingArgu
         words["sequence_parallel"] = int(layout.sequence)
     if layout.stage or parallel.sharding:
         words["sharding"] = f"stage{layout.stage}" if layout.stage else "none"
-    if parallel.sharding_parallel_degree > 0:
-        words["sharding_parallel_degree"] = -1
+    smaller = layout.stage > 0 and layout.shards < layout.data
+    if smaller or parallel.sharding_parallel_degree > 0:
+        words["sharding_parallel_degree"] = layout.shards if smaller else -1
     if parallel.data_parallel_degree > 0:
         words["data_parallel_degree"] = -1
     if layout.recompute or training.recompute:

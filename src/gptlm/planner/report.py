@@ -49,7 +49,8 @@ def _row(candidate: Candidate, sizes: Sizes) -> tuple[str, ...]:
     layout = candidate.layout
     stages, chunks = layout.pipeline, layout.chunks
     bubble = bubble_fraction(stages, chunks, layout.accumulation)
-    numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, layout.stage, layout.micro)
+    zero = f"{layout.stage}/{layout.shards}" if layout.stage and layout.shards < layout.data else layout.stage
+    numbers = (layout.tensor, f"{stages}x{chunks}" if chunks > 1 else stages, layout.data, zero, layout.micro)
     return (
         *map(str, numbers),
         str(layout.accumulation),

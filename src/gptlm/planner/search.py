@@ -75,10 +75,15 @@ def layouts(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -
             if pipeline > sizes.layers or global_batch % data:
                 continue
             base = Layout(tensor=tensor, pipeline=pipeline, data=data, precision=precision)
-            yield from _batches(replace(base, sequence=tensor > 1 and sizes.length % tensor == 0), global_batch, sizes)
+            base = replace(base, sequence=tensor > 1 and sizes.length % tensor == 0)
+            yield from _batches(base, global_batch, sizes, inside=cluster.per_node // tensor)
 
 
-def _batches(base: Layout, global_batch: int, sizes: Sizes) -> Iterator[Layout]:
+def _batches(base: Layout, global_batch: int, sizes: Sizes, *, inside: int) -> Iterator[Layout]:
+    """Batches, stages of ZeRO and recomputation; `inside`: replicas of a node, which may share the weights of stage 3.
+
+    In stages 1 and 2, groups smaller than all replicas need more memory and are not estimated to be faster.
+    """
     local = global_batch // base.data
     highest = 1 if base.pipeline > 1 else 3
     stages = range(highest + 1) if base.data > 1 else (0,)
@@ -91,6 +96,8 @@ def _batches(base: Layout, global_batch: int, sizes: Sizes) -> Iterator[Layout]:
                 layout = replace(base, micro=micro, accumulation=steps, stage=stage, recompute=recompute)
                 layout = replace(layout, shards=base.data if stage else 1)
                 yield layout
+                if stage == 3 and 1 < inside < base.data and base.data % inside == 0:
+                    yield replace(layout, shards=inside)
                 if base.pipeline > 1 and sizes.layers % (2 * base.pipeline) == 0 and steps % base.pipeline == 0:
                     yield replace(layout, chunks=2)
 
@@ -123,13 +130,15 @@ def _data_seconds(sizes: Sizes, cluster: Cluster, layout: Layout) -> float:
     """Gradient reduction over the replicas, half of it overlapped with backward; stage 3 also gathers weights."""
     if layout.data == 1:
         return 0.0
-    inside = layout.tensor * layout.data <= cluster.per_node
-    speed = cluster.link if inside else cluster.network
     item = 2 if layout.precision == "O2" else 4
     own = sizes.parameters / (layout.tensor * layout.pipeline) * item
-    volume = 2 * (layout.data - 1) / layout.data * own / speed
-    fetched = volume * layout.accumulation if layout.stage == 3 else 0.0
-    return 0.5 * volume + fetched + (0.002 * layout.accumulation if layout.stage else 0.0)
+
+    def volume(replicas: int) -> float:
+        inside = layout.tensor * replicas <= cluster.per_node
+        return 2 * (replicas - 1) / replicas * own / (cluster.link if inside else cluster.network)
+
+    fetched = volume(layout.shards) * layout.accumulation if layout.stage == 3 else 0.0
+    return 0.5 * volume(layout.data) + fetched + (0.002 * layout.accumulation if layout.stage else 0.0)
 
 
 def _divisors(number: int) -> list[int]:

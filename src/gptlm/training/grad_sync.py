@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gptlm.errors import GptlmError, reason_of
+from gptlm.parallel.copies import Copies
 from gptlm.parallel.deepspeed import ZeroLossScale
 from gptlm.parallel.flat_grad_sync import FlatGradSync
-from gptlm.parallel.process_groups import ShardGroups
+from gptlm.upstream.deepspeed import initialized_with
 
 OFFLOAD = (
     "offloading needs DeepSpeed's CPU optimizer, which could not be compiled or loaded: {reason}; install a C++ "
@@ -83,22 +84,23 @@ class DeepSpeedSync(GradSync):
     """ZeRO: DeepSpeed's hooks reduce gradients during the backward passes.
 
     Args:
-        groups: process groups where several processes share a replica (a `Mesh`); None: all processes are replicas.
-        shard_degree: ranks that share one optimizer state (ZeRO stage 1), where they are fewer than all.
+        groups: a `Mesh`, where several processes share a replica or fewer replicas than all share one optimizer state;
+            None: all processes are replicas that do.
         has_pipeline: a pipeline runs the backward passes, so DeepSpeed has to be told when they are done.
     """
 
-    def __init__(self, *, groups: Any = None, shard_degree: int | None = None, has_pipeline: bool = False):
-        self.groups, self.shard_degree, self.has_pipeline = groups, shard_degree, has_pipeline
+    def __init__(self, *, groups: Any = None, has_pipeline: bool = False):
+        self.groups, self.has_pipeline = groups, has_pipeline
 
     def wrap(self, accelerator: Any, model: Any, optimizer: Any, weights: Any) -> tuple[Any, Any]:
-        shards = ShardGroups(self.shard_degree) if self.shard_degree else None
-        groups = shards or self.groups
-        with groups.as_mpu() if groups else nullcontext():
+        copies = Copies(self.groups) if self.groups and self.groups.copies > 1 else None
+        if copies:
+            copies.broadcast_weights(model)
+        with initialized_with(self.groups):
             self.engine, optimizer = accelerator.prepare(model, optimizer)
         self.model, self.forward_model, self.weights = self.engine, self.engine, weights
-        if shards:
-            shards.attach(self.engine)
+        if copies:
+            copies.attach(self.engine)
         if weights.loss_scale is not None:
             ZeroLossScale(weights.loss_scale).attach(self.engine.optimizer)
         return self.engine, optimizer

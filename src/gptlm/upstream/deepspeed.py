@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptlm.errors import GptlmError
@@ -17,6 +18,7 @@ _SCALER = ("loss_scaler", "dynamic_loss_scale", "torch_autocast_gradscaler", "cu
 
 MPU = (
     Needed("deepspeed", "initialize", ("mpu",)),
+    Needed("deepspeed.utils.groups", "mpu"),
     Needed("deepspeed.runtime.engine", "DeepSpeedEngine.__init__", ("mpu",), uses=("mpu",)),
     # by these the norm counts a weight that several processes hold once
     Needed("deepspeed.runtime.utils", "is_model_parallel_parameter", uses=("model_parallel", "tensor_model_parallel")),
@@ -29,6 +31,15 @@ LOSS_SCALE = (
     Needed("deepspeed.runtime.base_optimizer", "ZeROOptimizer", uses=("scale_loss",)),
 )
 STEP = (Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer.step"), Needed(*_ZERO_2, uses=("averaged_gradients",)))
+_OFFLOADED = ("cpu_offload", "params_in_partition", "grad_position", "norm_for_param_grads", "local_overflow")
+COPIES = (
+    *STEP,
+    Needed(*_ZERO_2, uses=("single_partition_of_fp32_groups", "get_param_id", *_OFFLOADED)),
+    Needed(_ZERO_3[0], "DeepSpeedZeroOptimizer_Stage3.step"),
+    Needed(_ZERO_3[0], "DeepSpeedZeroOptimizer_Stage3._finalize_offload_gradient_accumulation"),
+    Needed(*_ZERO_3, uses=("grad_partitions_flat_buffer", "offload_optimizer")),
+    Needed("deepspeed.runtime.zero.partition_parameters", "Init.__init__", ("data_parallel_group",)),
+)
 FLAT_GRAD_SYNC = (
     *STEP,
     Needed(_ZERO_2[0], "DeepSpeedZeroOptimizer.scaled_global_norm", ("norm_type",)),
@@ -43,7 +54,7 @@ STATE = (
     Needed(*_ZERO_3, uses=("fp32_partitioned_groups_flat",)),
 )
 LINEAR = (Needed("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3.forward", ("input", "weight", "bias")),)
-ALL = (*MPU, *LOSS_SCALE, *FLAT_GRAD_SYNC, *STATE, *LINEAR)
+ALL = (*MPU, *LOSS_SCALE, *COPIES, *FLAT_GRAD_SYNC, *STATE, *LINEAR)
 
 
 def import_deepspeed() -> None:
@@ -93,14 +104,19 @@ def disable_shm_collectives() -> None:
 
 @contextmanager
 def initialized_with(mpu: Any) -> Iterator[None]:
-    """Inside, `deepspeed.initialize`, which accelerate calls without one, is given `mpu`.
+    """Inside, `deepspeed.initialize`, which accelerate calls without one, is given `mpu`; None: all are replicas.
 
     Raises:
         GptlmError: if this DeepSpeed cannot use it, or the engine has another one in the end: gradients would be
             averaged, and their norm taken, over the wrong processes.
     """
     import deepspeed
+    from deepspeed.utils import groups
 
+    if mpu is None:
+        groups.mpu = None  # it keeps that of an earlier run
+        yield
+        return
     require("deepspeed", MPU, "process groups of its own (tensor, pipeline or sharding degrees)")
     original, engines = deepspeed.initialize, list[Any]()
 
@@ -153,9 +169,59 @@ def use_loss_scaler(optimizer: Any, scaler: Any) -> None:
     optimizer.torch_autocast_gradscaler = None
 
 
-def check_replicated_shards() -> None:
-    """Raises GptlmError if this DeepSpeed cannot average over the replicas of groups that shard."""
-    require("deepspeed", STEP, "--sharding_parallel_degree below the number of processes")
+def check_copies() -> None:
+    """Raises GptlmError if this DeepSpeed cannot average over groups that shard."""
+    require("deepspeed", COPIES, "--sharding_parallel_degree below the number of replicas")
+
+
+def average_gradients(optimizer: Any, average: Callable[[Tensor], None]) -> None:
+    """Call `average`, which works in place, with the reduced gradients of this rank's shard; before a step.
+
+    With an offloaded optimizer, DeepSpeed has taken the norms of the gradients before; they are taken again.
+    """
+    if is_stage3(optimizer):
+        average(optimizer.grad_partitions_flat_buffer)
+        _synchronize(optimizer.grad_partitions_flat_buffer)  # DeepSpeed reads it on a stream of its own
+        if optimizer.offload_optimizer:
+            optimizer._finalize_offload_gradient_accumulation()
+    elif optimizer.cpu_offload:
+        _average_offloaded(optimizer, average)
+    else:
+        for gradients in optimizer.averaged_gradients.values():
+            if gradients:
+                _average_together(gradients, average)
+
+
+def _average_together(gradients: list[Tensor], average: Callable[[Tensor], None]) -> None:
+    """`average` all `gradients` at once."""
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        average(gradients[0])
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    average(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(
+        list(gradients), [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+    )
+
+
+def _average_offloaded(optimizer: Any, average: Callable[[Tensor], None]) -> None:
+    """The gradients of stages 1 and 2 in host memory; an overflow in one of the groups is one in all."""
+    partitions = optimizer.single_partition_of_fp32_groups
+    for flat, weights in zip(partitions, optimizer.params_in_partition, strict=True):
+        _synchronize(weights[0] if weights else flat)  # copies to host memory have arrived
+        average(flat.grad)
+        for weight in weights:
+            number = optimizer.get_param_id(weight)
+            if number in optimizer.norm_for_param_grads:
+                _, _, start, count = optimizer.grad_position[number]
+                optimizer.norm_for_param_grads[number] = flat.grad.view(-1)[start : start + count].norm()
+    optimizer.local_overflow = not all(flat.grad.isfinite().all() for flat in partitions)
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
 
 
 def has_flat_grad_sync(*, needed: bool = False) -> bool:

@@ -135,7 +135,7 @@ class ParallelArguments:
     virtual_pp_degree: int = arg(1, "interleaved pipeline: model chunks per process", ge=1)
     sequence_parallel: bool = arg(False, "split activations along the sequence in the tensor-parallel group")
     sharding: str = arg("", "ZeRO stage: stage1, stage2 or stage3, optionally with offload", words=True)
-    sharding_parallel_degree: int = arg(-1, "processes per ZeRO sharding group; -1: all replicas")
+    sharding_parallel_degree: int = arg(-1, "replicas per ZeRO sharding group; the groups are copies; -1: all replicas")
     data_parallel_degree: int = arg(-1, "number of sharding groups; -1: replicas / --sharding_parallel_degree")
     adapt_dp: bool = arg(False, "adjust --data_parallel_degree if it does not fit the number of processes")
     sharding_parallel_config: str = arg("", "sharding options of PaddleNLP, without effect", words=True)

@@ -16,7 +16,6 @@ from gptlm.kernels.label_smoothing import smooth_labels
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
 from gptlm.ranks import local_world_size
-from gptlm.recipes.common.deepspeed import shard_groups
 from gptlm.recipes.common.device import Device
 from gptlm.upstream.deepspeed import has_flat_grad_sync
 from gptlm.upstream.torch import has_nvlink
@@ -60,7 +59,7 @@ def accelerate(
     parameters = model.num_parameters()
     if run.dims.is_model_parallel:
         parameters = largest_of_all(parameters)  # stages differ in size, and all have to decide alike
-    flat = choose_flat_grad_sync(run, device, parameters, groups=shard_groups(run, deepspeed) is not None)
+    flat = choose_flat_grad_sync(run, device, parameters)
     if flat:
         logger.info("flat_grad_sync: gradients are reduced once, after backward (--flat_grad_sync 0: during it)")
     is_local = not run.dims.is_model_parallel and (flat or (run.dims.world == 1 and deepspeed is None))
@@ -157,7 +156,7 @@ def largest_of_all(number: int) -> int:
     return max(numbers)
 
 
-def choose_flat_grad_sync(run: Run, device: Device, parameters: int, *, groups: bool = False) -> bool:
+def choose_flat_grad_sync(run: Run, device: Device, parameters: int) -> bool:
     """Whether gradients are reduced once after backward, as --flat_grad_sync asks; unset, where that is faster.
 
     It is faster in three cases. Between GPUs with NVLink the reduction takes about 3 % of a step, and DeepSpeed's
@@ -166,9 +165,8 @@ def choose_flat_grad_sync(run: Run, device: Device, parameters: int, *, groups: 
 
     Args:
         parameters: on the process that has most, the same everywhere.
-        groups: replicas share optimizer states in groups.
     """
-    wanted, obstacle = run.training.flat_grad_sync, _flat_obstacle(run, device, groups=groups)
+    wanted, obstacle = run.training.flat_grad_sync, _flat_obstacle(run, device)
     if obstacle is not None:
         if wanted:
             logger.warning("--flat_grad_sync has no effect: %s", obstacle)
@@ -185,13 +183,11 @@ def choose_flat_grad_sync(run: Run, device: Device, parameters: int, *, groups: 
     return device.type == "cpu" or has_nvlink(dims.world)
 
 
-def _flat_obstacle(run: Run, device: Device, *, groups: bool) -> str | None:
+def _flat_obstacle(run: Run, device: Device) -> str | None:
     """Why gradients cannot be reduced once after backward."""
     dims, sharding = run.dims, run.parallel.sharding
     if dims.world == 1:
         return "there is one process"
-    if groups:
-        return "groups of processes shard the optimizer state"
     if not device.half_weights:
         return "it needs half-precision weights (--fp16_opt_level O2)"
     if run.parallel.deepspeed:

@@ -68,18 +68,14 @@ def check_file(run: Run) -> None:
         deepspeed_config(run, Device("cuda", precision_of(training.fp16, training.bf16, level), level))
 
 
-def shard_groups(run: Run, config: dict[str, Any] | None) -> int | None:
-    """Ranks that share one optimizer state under stage 1, where they are fewer than all; else None."""
+def shard_degree(run: Run, config: dict[str, Any] | None) -> int | None:
+    """Replicas that share one optimizer state, where they are fewer than all; else None."""
     degree = run.parallel.sharding_parallel_degree
-    if config is None or run.dims.is_model_parallel:
-        return None
-    if not run.parallel.sharding or stage_of(config) != 1 or not 1 < degree < run.dims.data:
-        return None
-    return degree
+    return degree if config is not None and run.parallel.sharding and degree < run.dims.data else None
 
 
 def _wanted(run: Run, device: Device) -> RunSettings:
-    training, degree = run.training, run.parallel.sharding_parallel_degree
+    training = run.training
     return RunSettings(
         micro_batch=run.step_batch,
         accumulation=run.step_accumulation,
@@ -92,7 +88,6 @@ def _wanted(run: Run, device: Device) -> RunSettings:
         hysteresis=training.hysteresis,
         minimum_scale=training.min_loss_scale,
         master_grad=training.amp_master_grad and run.dims.pipeline == 1,
-        shard_degree=degree if run.parallel.sharding and 1 < degree < run.dims.data else None,
         whole_blocks=run.trains_all,
     )
 

@@ -79,9 +79,10 @@ def make_model(
     run: Run,
     tokenizer: PreTrainedTokenizerBase | None,
     deepspeed: dict[str, Any] | None = None,
-    mesh: Mesh | None = None,
+    groups: Mesh | None = None,
 ) -> GPTLMHeadModel:
-    """The network with loaded or random weights; under ZeRO stage 3 and on a mesh each rank holds its share only.
+    """The network with loaded or random weights; each rank holds its share only under ZeRO stage 3, or where `groups`
+    split a replica.
 
     Raises:
         GptlmError: if weights cannot be loaded.
@@ -90,6 +91,7 @@ def make_model(
     hidden, attention = run.model.hidden_dropout_prob, run.model.attention_probs_dropout_prob
     eos_token_id = tokenizer.eos_token_id if tokenizer else None
     dropouts = (0.1 if hidden is None else hidden, 0.1 if attention is None else attention)
+    mesh = groups if run.dims.is_model_parallel else None
     if mesh is not None or (deepspeed is not None and stage_of(deepspeed) == 3):
         stored, config = None, new_config(run.shape, *dropouts, eos_token_id, run.model.initializer_range)
         if run.model.continue_training:
@@ -98,7 +100,7 @@ def make_model(
         if mesh is not None:
             model = _parallel_model(run, config, partial(_fill, stored), mesh)
         else:
-            model = build_zero3_model(lambda: blank_model(config), partial(_fill, stored), deepspeed or {})
+            model = build_zero3_model(lambda: blank_model(config), partial(_fill, stored), deepspeed or {}, groups)
     elif run.model.continue_training:
         model = load_model(
             weights_folder(run),

@@ -30,7 +30,7 @@ from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.zero_config import stage_of
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
-from gptlm.recipes.common.deepspeed import deepspeed_config, shard_groups
+from gptlm.recipes.common.deepspeed import deepspeed_config, shard_degree
 from gptlm.recipes.common.device import Device, choose_arithmetic, choose_device, use_device
 from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
@@ -79,6 +79,7 @@ class Job:
         resume: the checkpoint to resume from; None for a new run.
         deepspeed: the complete DeepSpeed configuration; None without it.
         mesh: process groups where several processes share a replica of the model.
+        groups: `mesh`, or process groups where fewer replicas than all share one optimizer state.
         heartbeat: signs of life for the other processes; None: there are none.
     """
 
@@ -87,6 +88,7 @@ class Job:
     arguments: HFTrainingArguments
     deepspeed: dict[str, Any] | None
     mesh: Mesh | None
+    groups: Mesh | None
     heartbeat: Heartbeat | None
 
 
@@ -130,10 +132,12 @@ def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) ->
     if deepspeed is not None:
         setup_deepspeed(on_cpu=device.type == "cpu")
     arguments = hf_arguments(run, device, deepspeed)
-    mesh = Mesh(run.dims) if run.dims.is_model_parallel else None
+    shards = shard_degree(run, deepspeed)
+    groups = Mesh(run.dims, shards) if run.dims.is_model_parallel or shards else None
+    mesh = groups if run.dims.is_model_parallel else None
     is_alone = arguments.world_size == 1
     heartbeat = None if is_alone else Heartbeat(run.training.ddp_timeout, ends=device.type == "cuda")
-    return Job(device, resume, arguments, deepspeed, mesh, heartbeat)
+    return Job(device, resume, arguments, deepspeed, mesh, groups, heartbeat)
 
 
 def build_trainer(
@@ -220,10 +224,9 @@ def make_weights(run: Run, job: Job) -> Float32Weights:
 
 def make_grad_sync(run: Run, job: Job, *, is_flat: bool) -> GradSync:
     if job.deepspeed is not None:
-        groups: dict[str, Any] = {"groups": job.mesh, "shard_degree": shard_groups(run, job.deepspeed)}
         if is_flat:
-            return FlatZero(float32_sums=run.training.amp_master_grad, **groups)
-        return DeepSpeedSync(has_pipeline=run.dims.pipeline > 1, **groups)
+            return FlatZero(float32_sums=run.training.amp_master_grad, groups=job.groups)
+        return DeepSpeedSync(has_pipeline=run.dims.pipeline > 1, groups=job.groups)
     if run.dims.world == 1:
         return GradSync()
     return FlatAllReduce() if is_flat else DataParallel()

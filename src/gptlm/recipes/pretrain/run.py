@@ -77,7 +77,7 @@ def _run(
     log_run(run, run.batch.total * training.max_steps, data.max_seq_length)
     hooks.log(run.training.label_smoothing_factor)
 
-    model = make_model(run, tokenizer, job.deepspeed, job.mesh)
+    model = make_model(run, tokenizer, job.deepspeed, job.groups)
     model.transformer.expect_repeated_shapes()
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
         model = model.to(dtype=device.dtype)  # type: ignore[call-arg]

@@ -107,7 +107,7 @@ def _run(
     hooks.log(run.training.label_smoothing_factor)
     check_stage(run.lora, stage_of(job.deepspeed or {}))
 
-    model: Any = make_model(run, tokenizer, job.deepspeed)
+    model: Any = make_model(run, tokenizer, job.deepspeed, job.groups)
     ends = tokenizer.eos_token_id if data.end_ids is None else data.end_ids
     model.generation_config.eos_token_id = ends
     collate = collator(run, tokenizer, device.type)
