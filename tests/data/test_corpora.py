@@ -41,8 +41,10 @@ def test_the_cache_is_used_and_is_keyed_by_every_parameter(corpus_folder, tmp_pa
     cache = IndexCache([tmp_path])
     first = all_samples(build(corpora, cache))
     assert not [p for p in tmp_path.iterdir() if "incomplete" in p.name]
-    built = []
-    monkeypatch.setattr(cache_module, "_store", lambda folder, name, *rest: built.append(name))
+    built, store = [], cache_module._store
+    monkeypatch.setattr(
+        cache_module, "_store", lambda folder, name, *rest: built.append(name) or store(folder, name, *rest)
+    )
     assert (all_samples(build(corpora, cache)) == first).all() and built == []
     for change in ({"num_samples": 51}, {"seq_length": 15}, {"split": "valid"}):
         build(corpora, cache, **change)

@@ -68,10 +68,17 @@ def test_files_that_become_shorter_are_named(corpus_folder, tmp_path, layout, wo
     assert re.search(SHORTER, from_worker(str(caught.value)))
 
 
-def test_a_stored_order_is_no_mapping(tmp_path):
-    cache, what = IndexCache([tmp_path]), {"x": 1}
-    cache.load_or_build(what, lambda: {"order": np.arange(100_000)})
+@pytest.mark.parametrize("rows", [10_000, 100_000])  # read whole, and where it is needed
+def test_a_stored_order_is_no_mapping(tmp_path, rows):
+    cache, what, order = IndexCache([tmp_path]), {"x": 1}, np.arange(2 * rows).reshape(rows, 2)
+    assert np.array_equal(cache.load_or_build(what, lambda: {"order": order})["order"], order)
     loaded = cache.load_or_build(what, lambda: {})["order"]
+    assert np.array_equal(loaded[7:9], order[7:9]) and loaded[-1].tolist() == order[-1].tolist()
+    assert np.array_equal(pickle.loads(pickle.dumps(loaded)), order)
     for file in tmp_path.glob("*.npy"):
         os.truncate(file, 16)
-    assert loaded.sum() == 99_999 * 50_000
+    if isinstance(loaded, np.ndarray):
+        assert np.array_equal(loaded, order)
+        return
+    with pytest.raises(GptlmError, match=r"_order\.npy has become shorter while it was read: it has 16 bytes"):
+        loaded[5]

@@ -1,16 +1,22 @@
 """Pretraining samples: blocks of max_seq_length + 1 tokens from the corpora of a split."""
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gptlm.data.blend import BlendedDataset, blend_size, normalise, part_samples
-from gptlm.data.cache import IndexCache, content_hash
+from gptlm.data.cache import Arrangement, IndexCache
 from gptlm.data.corpora import Corpus
 from gptlm.data.indexed import IndexedTokens
 from gptlm.data.order import SampleOrder, build_order
+from gptlm.errors import GptlmError
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 20  # between two messages about a long build
 DOCUMENT_MASKINGS = ("none", "position", "attention")
 
 Piece = tuple[int, int, int]  # sequence, offset of its first token in the sequence, tokens
@@ -35,17 +41,30 @@ class BlockDataset:
     def documents_of(self, i: int) -> list[int]:
         """The document of each of `pieces(i)`; a document can be several sequences."""
         sequences = [sequence for sequence, _, _ in self.pieces(i)]
-        return np.searchsorted(self.tokens.document_starts, sequences, side="right").tolist()
+        return self.tokens.documents_of(sequences)
 
     def pieces(self, i: int) -> list[Piece]:
         """The parts of sample i, one for each sequence in it; no token is read."""
-        row = int(self.order.shuffle[i])
-        (first, offset), (last, end) = self.order.samples[row].tolist(), self.order.samples[row + 1].tolist()
-        sequences = self.order.documents[first : last + 1]
-        offsets = [offset, *[0] * (last - first)]
-        ends = self.tokens.sizes[sequences].tolist()
-        ends[-1] = min(end + 1, ends[-1])
-        return [(s, o, e - o) for s, o, e in zip(sequences.tolist(), offsets, ends, strict=True)]
+        try:
+            row = int(self.order.shuffle[i])
+            (first, offset), (last, end) = self.order.samples[row : row + 2].tolist()
+            sequences = self.order.documents[first : last + 1]
+            offsets = [offset, *[0] * (last - first)]
+            ends = self.tokens.sizes[sequences].tolist()
+            ends[-1] = min(end + 1, ends[-1])
+            pieces = [(s, o, e - o) for s, o, e in zip(sequences.tolist(), offsets, ends, strict=True)]
+            is_right = sum(length for _, _, length in pieces) == self.order.seq_length + 1
+        except (IndexError, ValueError):
+            if not 0 <= i < len(self):
+                raise
+            is_right = False
+        if is_right:
+            return pieces
+        # a large index is not compared with its checksums when it is opened
+        raise GptlmError(
+            f"sample {i} of {self.tokens.prefix}: the sample index in the cache is damaged, or the data was changed; "
+            "gptlm data index with the same flags checks the index and builds it again"
+        )
 
 
 PretrainingDataset = BlockDataset | BlendedDataset
@@ -121,7 +140,12 @@ def build_split(
         return dataset(present[0], num_samples)
     weights = normalise([corpus.weight for corpus in present])
     samples = [part_samples(num_samples, weight, data_order) for weight in weights]
-    parts = [dataset(corpus, number) for corpus, number in zip(present, samples, strict=True)]
+    parts, told = [], time.monotonic()
+    for corpus, number in zip(present, samples, strict=True):
+        parts.append(dataset(corpus, number))
+        if time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            logger.info("sample index, %s split: %d of %d corpora", split, len(parts), len(present))
     return BlendedDataset(parts, weights, blend_size(num_samples, weights, data_order), cache)
 
 
@@ -129,19 +153,19 @@ def _cached_order(
     corpus: Corpus, split: str, num_samples: int, seq_length: int, seed: int, cache: IndexCache, data_order: str
 ) -> SampleOrder:
     first, last = corpus.sequences(split)
-    sizes, settings = corpus.tokens.sizes, {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+    tokens, settings = corpus.tokens, {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
     what = {
         "order": "fleetx" if data_order == "fleetx" else "shuffled",  # the others differ in their bounds only
-        "sizes": content_hash(sizes),
+        "sizes": tokens.sizes_hash,
         "sequences": [first, last],
         **settings,
     }
 
-    def build() -> dict[str, np.ndarray]:
-        order = build_order(sizes, first, last, **settings, data_order=data_order)
+    def fill(entry: Arrangement) -> None:
+        order = build_order(tokens.sizes, first, last, **settings, data_order=data_order, entry=entry)
         facts = np.array([order.epochs, order.separate_last_epoch], np.int64)
-        return {"documents": order.documents, "samples": order.samples, "shuffle": order.shuffle, "epochs": facts}
+        entry.put("epochs", facts.dtype, facts.shape, [facts])
 
-    arrays = cache.load_or_build(what, build)
-    epochs, separate = arrays["epochs"].tolist()
-    return SampleOrder(arrays["documents"], arrays["samples"], arrays["shuffle"], epochs, bool(separate))
+    arrays = cache.load_or_fill(what, fill)
+    epochs, separate = arrays["epochs"][:].tolist()
+    return SampleOrder(arrays["documents"], arrays["samples"], arrays["shuffle"], epochs, bool(separate), seq_length)

@@ -35,12 +35,17 @@ class Corpus:
 
     def token_count(self, split: str) -> int:
         first, last = self.sequences(split)
-        return int(self.tokens.sizes[first:last].sum(dtype=np.int64))
+        return self.tokens.tokens_before(last) - self.tokens.tokens_before(first)
 
 
 @doing("opening the token files")
-def open_corpora(input_dir: str, split: str, data_order: str = "paddlenlp") -> list[Corpus]:
+def open_corpora(
+    input_dir: str, split: str, data_order: str = "paddlenlp", cache: IndexCache | None = None
+) -> list[Corpus]:
     """Open every part of `--input_dir`; weights sum to 1.
+
+    Args:
+        cache: as in `open_tokens`.
 
     Raises:
         GptlmError: if a file is missing, damaged or empty, or the split is malformed.
@@ -49,7 +54,7 @@ def open_corpora(input_dir: str, split: str, data_order: str = "paddlenlp") -> l
     weights = normalise([weight for weight, _ in parts])
     corpora = []
     for (_, prefix), weight in zip(parts, weights, strict=True):
-        tokens = open_tokens(prefix)
+        tokens = open_tokens(prefix, cache)
         if len(tokens.tokens) == 0:
             raise GptlmError(f"{prefix} has no tokens; preprocess a text that has some")
         corpora.append(Corpus(tokens, weight, split_bounds(split, len(tokens), data_order), read_metadata(prefix)))
@@ -163,8 +168,8 @@ def id_range_of(corpus: Corpus, cache: IndexCache) -> tuple[int, int]:
         if stamp <= metadata_path(tokens.prefix).stat().st_mtime_ns:  # else the tokens were changed since
             return 0, facts["max_id"]
     what = {"id_range": str(tokens.path.resolve()), "tokens": len(tokens.tokens), "stamp": stamp}
-    low, high = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens.tokens), np.int64)})["range"]
-    return int(low), int(high)
+    found = cache.load_or_build(what, lambda: {"range": np.array(id_range(tokens.tokens), np.int64)})["range"]
+    return int(found[0]), int(found[1])
 
 
 def refuse_short(corpora: Sequence[Corpus], split: str, seq_length: int) -> None:
@@ -208,9 +213,8 @@ def missing_eos(tokens: IndexedTokens, eos_id: int | None) -> str | None:
 
 def _last_ids(tokens: IndexedTokens) -> np.ndarray:
     """The last ids of up to `SAMPLED_DOCUMENTS` evenly spaced documents that are not empty."""
-    bounds = np.append(tokens.starts, len(tokens.tokens))
     documents = len(tokens.document_starts) - 1
     chosen = np.unique(np.linspace(0, max(documents - 1, 0), SAMPLED_DOCUMENTS).astype(np.int64))[:documents]
-    starts = bounds[tokens.document_starts[chosen]]
-    ends = bounds[tokens.document_starts[chosen + 1]]
+    sequences = tokens.document_starts[chosen], tokens.document_starts[chosen + 1]
+    starts, ends = (np.array([tokens.tokens_before(int(number)) for number in part], np.int64) for part in sequences)
     return tokens.tokens[ends[ends > starts] - 1].astype(np.int64)

@@ -2,22 +2,25 @@
 and its older single `_ids.npz`.
 
 All contain the ids of all tokens back to back, and the length of each sequence. Ids are read as they are needed, except
-from the single .npz; the index is in memory. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP
+from the single .npz; so is a large .idx. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP
 `paddlenlp/data`.
 """
 
 import hashlib
 import logging
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gptlm.checksums import ALGORITHM, Checksum
+from gptlm.data.cache import IndexCache, content_hash
 from gptlm.data.numpy_files import AGAIN, check_npy, load_npz
-from gptlm.data.token_file import Ids, TokenFile
+from gptlm.data.token_file import BLOCK, Ids, Numbers, OpenFile, StoredArray, TokenFile
 from gptlm.errors import GptlmError, reason_of
 from gptlm.json_text import parse_json
 
@@ -33,7 +36,30 @@ TNT_START = len(TNT_MAGIC) + TNT_HEADER.itemsize  # 56 bytes
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCABULARY = 65500  # the originals store ids of smaller vocabularies as uint16
 FINGERPRINT_BLOCKS, FINGERPRINT_TOKENS = 64, 1 << 15  # 64 KiB of uint16 in each block
+INDEX_IN_MEMORY = 1 << 20  # bytes of a .idx up to which it is read whole
 SCAN_TOKENS = 1 << 24  # tokens in memory at a time when all ids are checked
+
+
+class Pointers:
+    """Numbers of an array in a file, divided by `unit`: the index of each sequence's first token.
+
+    Args:
+        array: (n,) int64.
+        unit: bytes of a token where the file counts bytes.
+        name: of the array, for messages.
+    """
+
+    def __init__(self, array: StoredArray, unit: int, name: str):
+        self.array, self.unit, self.name = array, unit, name
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, places: Any) -> Any:
+        return self.array[places] // self.unit
+
+
+Starts = Pointers | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -44,21 +70,42 @@ class IndexedTokens:
         prefix: the path without suffix, as the user gave it.
         path: the file with the ids.
         tokens: (total,) ids of dtype uint8, int8, int16, uint16, int32 or int64.
-        sizes: (n,) int32, tokens of each sequence. Sequences are shuffled and split, as in the originals; a document
+        sizes: (n,) integers, tokens of each sequence. Sequences are shuffled and split, as in the originals; a document
             is one sequence unless it was preprocessed sentence by sentence.
         starts: (n,) int64, index into `tokens` of each sequence's first token.
         document_starts: (documents + 1,) int64, index of each document's first sequence, then n.
+        noted_hash: `sizes_hash` where it is known.
+        are_documents: every sequence is a document, as far as is known.
     """
 
     prefix: str
     path: Path
     tokens: Ids
-    sizes: np.ndarray
-    starts: np.ndarray
-    document_starts: np.ndarray
+    sizes: Numbers
+    starts: Starts
+    document_starts: Numbers
+    noted_hash: str | None = None
+    are_documents: bool = False
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    @cached_property
+    def sizes_hash(self) -> str:
+        """A hash of all sizes, which does not depend on the file format."""
+        return self.noted_hash or content_hash(self.sizes, np.dtype(np.int32))
+
+    def tokens_before(self, sequence: int) -> int:
+        """Tokens of the sequences [0, sequence)."""
+        return int(self.starts[sequence]) if sequence < len(self) else len(self.tokens)
+
+    def documents_of(self, sequences: list[int]) -> list[int]:
+        """The document of each sequence, from 1."""
+        if self.are_documents:
+            return [sequence + 1 for sequence in sequences]
+        if isinstance(self.document_starts, np.ndarray):
+            return np.searchsorted(self.document_starts, sequences, side="right").tolist()
+        return [bisect_right(self.document_starts, sequence) for sequence in sequences]
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """The tokens [offset, offset + length) of one sequence; `length` None means to its end."""
@@ -67,8 +114,11 @@ class IndexedTokens:
         return self.tokens[start : start + (rest if length is None else min(length, rest))]
 
 
-def open_tokens(prefix: str) -> IndexedTokens:
+def open_tokens(prefix: str, cache: IndexCache | None = None) -> IndexedTokens:
     """Open `prefix`. Of several formats the npy/npz pair is read, as in PaddleNLP, then the single .npz.
+
+    Args:
+        cache: keeps what is known of a large index from reading it whole, which later starts need not do again.
 
     Raises:
         GptlmError: if files are missing, damaged, or not of one run.
@@ -80,75 +130,123 @@ def open_tokens(prefix: str) -> IndexedTokens:
         return _open_npy(prefix)
     if os.path.exists(f"{prefix}_ids.npz"):
         return _open_npz(prefix)
-    return _open_bin(prefix)
+    return _open_bin(prefix, cache or IndexCache([]))
 
 
-def _open_bin(prefix: str) -> IndexedTokens:
+def _open_bin(prefix: str, cache: IndexCache) -> IndexedTokens:
     index_path, tokens_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     _require(index_path, tokens_path)
-    with open(index_path, "rb") as file:
-        magic = file.read(len(MAGIC))
-    parse, start = (_parse_tnt, TNT_START) if magic.startswith(TNT_MAGIC) else (_parse_mmap, START)
-    if (size := index_path.stat().st_size) < start:
+    file, stat = OpenFile(index_path), index_path.stat()
+    size = stat.st_size
+    is_tnt = file.read(0, min(size, len(MAGIC))).startswith(TNT_MAGIC)
+    parse, start = (_parse_tnt, TNT_START) if is_tnt else (_parse_mmap, START)
+    if size < start:
         raise GptlmError(f"{index_path} is {size} bytes long, an index has at least {start}; {AGAIN}")
-    dtype, sizes, starts, documents = parse(index_path, np.fromfile(index_path, np.uint8))
-    expected, found = int(sizes.sum(dtype=np.int64)) * dtype.itemsize, tokens_path.stat().st_size
-    if expected != found:
+    dtype, sizes, starts, documents = parse(file, size)
+    found = _facts(index_path, stat, sizes, starts, documents, cache)
+    expected, length = found.tokens * dtype.itemsize, tokens_path.stat().st_size
+    if expected != length:
         raise GptlmError(
-            f"{tokens_path} is {found} bytes long, {index_path} describes {expected}: "
+            f"{tokens_path} is {length} bytes long, {index_path} describes {expected}: "
             f"the pair is not of one run or was cut short; {AGAIN}"
         )
-    tokens = TokenFile(tokens_path, dtype, 0, found // dtype.itemsize)
-    return IndexedTokens(prefix, tokens_path, tokens, sizes, starts, documents)
+    tokens = TokenFile(tokens_path, dtype, 0, found.tokens)
+    if size <= INDEX_IN_MEMORY:
+        sizes, documents = sizes[:].astype(np.int32), documents[:]
+        return IndexedTokens(prefix, tokens_path, tokens, sizes, sequence_starts(sizes), documents)
+    return IndexedTokens(prefix, tokens_path, tokens, sizes, starts, documents, found.sizes_hash, found.are_documents)
 
 
-Index = tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]  # dtype of the ids; sizes, starts, document_starts
+Index = tuple[np.dtype, StoredArray, Pointers, StoredArray]  # dtype of the ids; sizes, starts, document_starts
 
 
-def _parse_mmap(path: Path, raw: np.ndarray) -> Index:
+def _parse_mmap(file: OpenFile, size: int) -> Index:
     """Header, n sizes as int32, n byte pointers as int64, the document index as int64."""
-    if raw[: len(MAGIC)].tobytes() != MAGIC:
+    path, raw = file.path, file.read(0, START)
+    if raw[: len(MAGIC)] != MAGIC:
         raise GptlmError(
-            f"{path} starts with {raw[:9].tobytes()!r}, not with {MAGIC!r}: it is not an MMIDIDX index "
+            f"{path} starts with {raw[:9]!r}, not with {MAGIC!r}: it is not an MMIDIDX index "
             "(are .bin and .idx swapped?)"
         )
-    header: Any = raw[len(MAGIC) : START].view(HEADER)[0]
+    header: Any = np.frombuffer(raw[len(MAGIC) :], HEADER)[0]
     dtype = _dtype_of(path, int(header["version"]), int(header["dtype"]))
     n, m = int(header["sequences"]), int(header["documents"])
     expected = START + 12 * n + 8 * m
-    if len(raw) not in (expected, expected + n):  # + n: one mode byte per sequence of multimodal writers
+    if size not in (expected, expected + n):  # + n: one mode byte per sequence of multimodal writers
         raise GptlmError(
-            f"{path} is {len(raw)} bytes long, its header announces {expected} "
+            f"{path} is {size} bytes long, its header announces {expected} "
             f"({n} sequences, {m} document entries): the file was cut short or damaged; {AGAIN}"
         )
-    sizes = raw[START : START + 4 * n].view("<i4")
-    pointers = raw[START + 4 * n : START + 12 * n].view("<i8")
-    documents = raw[START + 12 * n : expected].view("<i8")
-    _check_index(path, sizes, documents)
-    starts = sequence_starts(sizes)
-    if not np.array_equal(starts * dtype.itemsize, pointers):
-        raise GptlmError(f"{path}: the byte pointers are not the running sum of the lengths; {AGAIN}")
-    return dtype, sizes.copy(), starts, documents.copy()  # without the pointers
+    sizes = StoredArray(file, np.dtype("<i4"), START, (n,))
+    pointers = StoredArray(file, np.dtype("<i8"), START + 4 * n, (n,))
+    documents = StoredArray(file, np.dtype("<i8"), START + 12 * n, (m,))
+    return dtype, sizes, Pointers(pointers, dtype.itemsize, "byte pointers"), documents
 
 
-def _parse_tnt(path: Path, raw: np.ndarray) -> Index:
+def _parse_tnt(file: OpenFile, size: int) -> Index:
     """fairseq's format with Megatron's document index; each item is one sequence. All arrays are int64."""
-    header: Any = raw[len(TNT_MAGIC) : TNT_START].view(TNT_HEADER)[0]
+    path, raw = file.path, file.read(0, TNT_START)
+    header: Any = np.frombuffer(raw[len(TNT_MAGIC) :], TNT_HEADER)[0]
     dtype = _dtype_of(path, int(header["version"]), int(header["dtype"]))
     n, m = int(header["items"]), int(header["documents"])
     expected = TNT_START + 8 * (2 * (n + 1) + n + m)
-    if int(header["sizes"]) != n or int(header["width"]) != dtype.itemsize or len(raw) != expected:
+    if int(header["sizes"]) != n or int(header["width"]) != dtype.itemsize or size != expected:
         raise GptlmError(
-            f"{path} is {len(raw)} bytes long, its header announces {expected} ({n} items of one size each): "
+            f"{path} is {size} bytes long, its header announces {expected} ({n} items of one size each): "
             f"the file was cut short or damaged; {AGAIN}"
         )
-    _, offsets, wide, documents = np.split(raw[TNT_START:].view("<i8"), np.cumsum([n + 1, n + 1, n]))
-    _check_index(path, wide, documents)
-    sizes = wide.astype(np.int32)
-    starts = sequence_starts(sizes)
-    if not np.array_equal(starts, offsets[:-1]):
-        raise GptlmError(f"{path}: the offsets are not the running sum of the lengths; {AGAIN}")
-    return dtype, sizes, starts, documents.copy()
+    counts = (n + 1, n, 1, n, m)  # dimension offsets, data offsets and their end, sizes, documents
+    places = [TNT_START + 8 * sum(counts[:k]) for k in range(5)]
+    _, offsets, _, sizes, documents = (
+        StoredArray(file, np.dtype("<i8"), place, (count,)) for place, count in zip(places, counts, strict=True)
+    )
+    return dtype, sizes, Pointers(offsets, 1, "offsets"), documents
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a whole reading of an index tells: the tokens, `sizes_hash`, and whether every sequence is a document."""
+
+    tokens: int
+    sizes_hash: str
+    are_documents: bool
+
+
+def _facts(
+    path: Path, stat: os.stat_result, sizes: StoredArray, starts: Pointers, documents: StoredArray, cache: IndexCache
+) -> _Facts:
+    """Of an index that is right in all its parts; a large one is read once, until it changes.
+
+    Raises:
+        GptlmError: if it is damaged.
+    """
+
+    def read() -> dict[str, np.ndarray]:
+        tokens = _check_sizes(path, sizes, starts)
+        are_documents = check_documents(path, documents, len(sizes))
+        numbers = np.array([tokens, are_documents], np.int64)
+        return {"facts": numbers, "hash": np.frombuffer(content_hash(sizes, np.dtype(np.int32)).encode(), np.uint8)}
+
+    if stat.st_size <= INDEX_IN_MEMORY:
+        cache = IndexCache([])
+    what = {"facts of": str(path.resolve()), "bytes": stat.st_size, "stamp": stat.st_mtime_ns}
+    found = cache.load_or_build(what, read)
+    tokens, are_documents = np.asarray(found["facts"]).tolist()
+    return _Facts(tokens, np.asarray(found["hash"]).tobytes().decode(), bool(are_documents))
+
+
+def _check_sizes(path: Path, sizes: StoredArray, starts: Pointers) -> int:
+    """The sum of all sizes. Raises GptlmError if one is negative, or `starts` are not their running sum."""
+    total = 0
+    for first in range(0, len(sizes), BLOCK):
+        block = sizes[first : first + BLOCK]
+        if int(block.min()) < 0:
+            raise GptlmError(f"{path}: sequence {first + int(np.argmin(block))} has length {int(block.min())}; {AGAIN}")
+        ends = np.cumsum(block, dtype=np.int64) + total
+        if not np.array_equal(np.concatenate([[total], ends[:-1]]) * starts.unit, starts.array[first : first + BLOCK]):
+            raise GptlmError(f"{path}: the {starts.name} are not the running sum of the lengths; {AGAIN}")
+        total = int(ends[-1])
+    return total
 
 
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype:
@@ -191,7 +289,9 @@ def _from_arrays(
         raise GptlmError(f"{index_path}: 'lens' is {sizes.dtype} of shape {sizes.shape}; expected 1-D int32")
     if documents.ndim != 1 or documents.dtype.kind not in "iu":
         raise GptlmError(f"{index_path}: 'docs' is {documents.dtype} of shape {documents.shape}; expected 1-D integers")
-    _check_index(index_path, sizes, documents)
+    if len(sizes) and int(sizes.min()) < 0:
+        raise GptlmError(f"{index_path}: sequence {int(np.argmin(sizes))} has length {int(sizes.min())}; {AGAIN}")
+    check_documents(index_path, documents, len(sizes))
     if (total := int(sizes.sum(dtype=np.int64))) != len(tokens):
         raise GptlmError(
             f"{tokens_path} contains {len(tokens)} tokens, {index_path} describes {total}: "
@@ -213,33 +313,44 @@ def _require(*paths: Path) -> None:
             raise GptlmError(f"{path} does not exist ({found}); give the folder or prefix that preprocessing wrote")
 
 
-def _check_index(path: Path, sizes: np.ndarray, documents: np.ndarray) -> None:
-    """The document index goes from 0 to the number of sequences and never decreases."""
-    if len(sizes) and int(sizes.min()) < 0:
-        raise GptlmError(f"{path}: sequence {int(np.argmin(sizes))} has length {int(sizes.min())}; {AGAIN}")
-    if len(documents) == 0:
-        raise GptlmError(f"{path}: the document index is empty, it must go from 0 to {len(sizes)}; {AGAIN}")
+def check_documents(path: Path, documents: Numbers, sequences: int) -> bool:
+    """Whether every sequence is a document. The document index goes from 0 to `sequences` and never decreases.
+
+    Raises:
+        GptlmError: if it does not.
+    """
+    count = len(documents)
+    if count == 0:
+        raise GptlmError(f"{path}: the document index is empty, it must go from 0 to {sequences}; {AGAIN}")
     first, last = int(documents[0]), int(documents[-1])
     if first != 0:
         raise GptlmError(f"{path}: the document index starts at {first}, not at 0; {AGAIN}")
-    steps = np.diff(documents.astype(np.int64, copy=False))
-    if len(steps) and int(steps.min()) < 0:
-        fall = int(np.argmax(steps < 0)) + 1
+    empty, first_empty, are_documents = 0, (0, 0), count == sequences + 1
+    for start in range(0, count - 1, BLOCK):
+        part = documents[start : start + BLOCK + 1].astype(np.int64, copy=False)
+        steps = np.diff(part)
+        if int(steps.min()) < 0:
+            fall = int(np.argmax(steps < 0)) + 1
+            raise GptlmError(
+                f"{path}: the document index decreases: document {start + fall} starts before the one before it "
+                f"(at sequence {int(part[fall])} after {int(part[fall - 1])}); {AGAIN}"
+            )
+        if found := int((steps == 0).sum()):
+            entry = int(np.argmax(steps == 0)) + 1
+            first_empty = first_empty if empty else (start + entry, int(part[entry]))
+            empty += found
+        are_documents = are_documents and bool((steps == 1).all())
+    if last != sequences:
         raise GptlmError(
-            f"{path}: the document index decreases: document {fall} starts before the one before it (at sequence "
-            f"{int(documents[fall])} after {int(documents[fall - 1])}); {AGAIN}"
+            f"{path}: the document index ends at {last}, the file has {sequences} sequences "
+            f"({count - 1} documents are listed); {AGAIN}, or merge its parts again"
         )
-    if last != len(sizes):
-        raise GptlmError(
-            f"{path}: the document index ends at {last}, the file has {len(sizes)} sequences "
-            f"({len(documents) - 1} documents are listed); {AGAIN}, or merge its parts again"
-        )
-    if empty := int((steps == 0).sum()):  # megatron-core's preprocessing writes them for empty texts
-        entry = int(np.argmax(steps == 0)) + 1
+    if empty:  # megatron-core's preprocessing writes them for empty texts
         logger.warning(
             "%s: the document index repeats %d times (first at entry %d, value %d): these are documents without tokens",
-            path, empty, entry, int(documents[entry]),
+            path, empty, *first_empty,
         )  # fmt: skip
+    return are_documents
 
 
 def sequence_starts(sizes: np.ndarray) -> np.ndarray:
@@ -265,7 +376,7 @@ def first_bad_token(tokens: IndexedTokens, vocab_size: int) -> tuple[int, int, i
         bad = np.flatnonzero((piece < 0) | (piece >= vocab_size))
         if len(bad):
             position = start + int(bad[0])
-            sequence = int(np.searchsorted(tokens.starts, position, side="right")) - 1
+            sequence = bisect_right(tokens.starts, position) - 1
             return sequence, position - int(tokens.starts[sequence]), int(piece[bad[0]])
     return None
 

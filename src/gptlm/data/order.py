@@ -14,13 +14,18 @@ Worked example, sizes [3, 5], sequence length 2, one epoch, documents in order: 
 rows (document position, offset): (0, 0), (0, 2), (1, 1), (1, 3).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from gptlm.data.cache import Arrangement
+from gptlm.data.token_file import Numbers, blocks_of
 from gptlm.errors import GptlmError, named
 
 DATA_ORDERS = ("paddlenlp", "megatron", "megatron-core", "fleetx")
+BLOCK_OF_DOCUMENTS = 1 << 18  # whose tokens are counted at a time
 SEPARATE_BELOW = 0.80  # a last epoch of which a smaller share is used is shuffled separately
 
 
@@ -35,13 +40,15 @@ class SampleOrder:
         shuffle: (n,) uint32 or int64: sample i of the dataset is row shuffle[i] of `samples`.
         epochs: passes over the split for n samples.
         separate_last_epoch: whether the last epoch is shuffled separately.
+        seq_length: tokens from the start of a sample to that of the next one.
     """
 
-    documents: np.ndarray
-    samples: np.ndarray
-    shuffle: np.ndarray
+    documents: Numbers
+    samples: Numbers
+    shuffle: Numbers
     epochs: int
     separate_last_epoch: bool
+    seq_length: int
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -82,7 +89,7 @@ def count_epochs(tokens: int, num_samples: int, seq_length: int) -> int:
 
 
 def build_order(
-    sizes: np.ndarray,
+    sizes: Numbers,
     first: int,
     last: int,
     *,
@@ -90,16 +97,22 @@ def build_order(
     seq_length: int,
     seed: int,
     data_order: str = "paddlenlp",
+    entry: Arrangement | None = None,
 ) -> SampleOrder:
     """The order of sequences [first, last) for at least `num_samples` samples of seq_length + 1 tokens.
 
+    One array exists in memory at a time, as far as `entry` keeps none there: the originals shuffle all `documents`
+    together, and so must we. That takes 4 bytes for each sequence and epoch.
+
     Args:
         sizes: (n,) int32, tokens of every sequence of the corpus.
+        entry: takes the arrays; None: they stay in memory.
 
     Raises:
         GptlmError: if the range has no tokens.
     """
-    tokens = int(sizes[first:last].sum(dtype=np.int64))
+    entry = entry or Arrangement()
+    tokens = sum(int(block.sum(dtype=np.int64)) for block in blocks_of(sizes, first, last))
     if tokens == 0:
         raise GptlmError(f"sequences {first} to {last} have no tokens; add text or change the split")
     epochs = count_epochs(tokens, num_samples, seq_length)
@@ -108,42 +121,56 @@ def build_order(
     wanted_of_last = num_samples - before_last
     separate = epochs > 1 and wanted_of_last < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
     rng = np.random.RandomState(seed)
-    own = np.arange(first, last, dtype=np.int64 if last > np.iinfo(np.int32).max else np.int32)
-    documents = np.tile(own, epochs) if data_order == "fleetx" else _document_index(own, epochs, separate, rng)
-    samples = _sample_index(sizes, documents, total, seq_length)
-    shuffle = _shuffle_index(before_last if separate else total, total, rng)
-    return SampleOrder(documents, samples, shuffle, epochs, separate)
+
+    own, count = (first, last), epochs * (last - first)
+    dtype = np.dtype(np.int64 if last > np.iinfo(np.int32).max else np.int32)
+    # fleetx: every epoch in file order; else all epochs are shuffled together, or the last one on its own
+    together = [1] * epochs if data_order == "fleetx" else [epochs - 1, 1] if separate else [epochs]
+    parts = _ranges(own, together, dtype, None if data_order == "fleetx" else rng)
+    documents = entry.put("documents", dtype, (count,), parts)
+    dtype = np.dtype(np.int64 if count > np.iinfo(np.int32).max else np.int32)
+    starts = _sample_starts(sizes, own, documents, total, seq_length, dtype)
+    samples = entry.put("samples", dtype, (total + 1, 2), starts)
+    dtype = np.dtype(np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32)
+    bounds = [0, before_last, total] if separate else [0, total]
+    parts = (part for bound in pairwise(bounds) for part in _ranges(bound, [1], dtype, rng))
+    shuffle = entry.put("shuffle", dtype, (total,), parts)
+    return SampleOrder(documents, samples, shuffle, epochs, separate, seq_length)
 
 
-def _document_index(documents: np.ndarray, epochs: int, separate: bool, rng: np.random.RandomState) -> np.ndarray:
-    together = np.tile(documents, epochs - 1 if separate else epochs)
-    rng.shuffle(together)
-    if not separate:
-        return together
-    alone = documents.copy()
-    rng.shuffle(alone)
-    return np.concatenate([together, alone])
+def _ranges(
+    bounds: tuple[int, int], repeats: Sequence[int], dtype: np.dtype, rng: np.random.RandomState | None
+) -> Iterator[np.ndarray]:
+    """For each of `repeats`: the numbers from one bound to the other so many times, shuffled together by `rng`."""
+    for repeat in repeats:
+        numbers = np.arange(*bounds, dtype=dtype)
+        if repeat > 1:
+            numbers = np.tile(numbers, repeat)
+        if rng is not None:
+            rng.shuffle(numbers)
+        yield numbers
+        del numbers  # before the next one is made
 
 
-def _sample_index(sizes: np.ndarray, documents: np.ndarray, total: int, seq_length: int) -> np.ndarray:
-    """(total + 1, 2): the document position and offset of stream token k x seq_length, k = 0 .. total."""
-    ends = np.cumsum(sizes[documents], dtype=np.int64)
-    targets = np.arange(total + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, targets, side="right")  # the sequence of the token; skips empty ones
-    offsets = targets - np.where(positions > 0, ends[positions - 1], 0)
-    wide = max(len(documents), int(sizes.max())) > np.iinfo(np.int32).max
-    samples = np.empty((total + 1, 2), dtype=np.int64 if wide else np.int32)
-    samples[:, 0], samples[:, 1] = positions, offsets
-    samples[0] = 0  # the originals start at (0, 0) even when the first sequence is empty
-    return samples
-
-
-def _shuffle_index(together: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    first = np.arange(together, dtype=dtype)
-    rng.shuffle(first)
-    if together == total:
-        return first
-    rest = np.arange(together, total, dtype=dtype)
-    rng.shuffle(rest)
-    return np.concatenate([first, rest])
+def _sample_starts(
+    sizes: Numbers, own: tuple[int, int], documents: Numbers, total: int, seq_length: int, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """(total + 1, 2) in blocks: the document position and offset of stream token k x seq_length, k = 0 .. total."""
+    first, last = own
+    lengths = np.asarray(sizes[first:last])  # at any place, so they are in memory
+    done, position, token = 0, 0, 0  # rows that are written; sequences and tokens before the block
+    for block in blocks_of(documents, rows=BLOCK_OF_DOCUMENTS):
+        ends = np.cumsum(lengths[block - first], dtype=np.int64)
+        ends += token
+        stop = min(total + 1, -(-int(ends[-1]) // seq_length))  # first row that starts after the block
+        targets = np.arange(done, stop, dtype=np.int64)
+        targets *= seq_length
+        places = np.searchsorted(ends, targets, side="right")  # the sequence of the token; skips empty ones
+        rows = np.empty((len(targets), 2), dtype=dtype)
+        np.add(places, position, out=rows[:, 0], casting="same_kind")
+        targets -= np.where(places > 0, ends[places - 1], token)
+        rows[:, 1] = targets
+        if done == 0 and len(rows):
+            rows[0] = 0  # the originals start at (0, 0) even when the first sequence is empty
+        yield rows
+        done, position, token = stop, position + len(block), int(ends[-1])

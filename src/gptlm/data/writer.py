@@ -94,7 +94,7 @@ class IndexedTokensWriter:
         for start in range(0, len(source.tokens), COPY_TOKENS):
             self._write(source.tokens[start : start + COPY_TOKENS])
         first = len(self.sizes)
-        self.sizes.frombytes(source.sizes.astype(np.int32).tobytes())
+        self.sizes.frombytes(source.sizes[:].astype(np.int32).tobytes())
         self.document_starts.frombytes((source.document_starts[1:].astype(np.int64) + first).tobytes())
 
     def _write(self, ids: np.ndarray) -> None:

@@ -47,9 +47,9 @@ def show(question: OrderQuestion) -> None:
     if dataset is None or number >= len(dataset):
         raise GptlmError(f"--sample {number}: the train split has {len(dataset) if dataset else 0} samples, from 0")
     while not isinstance(dataset, BlockDataset):
-        part = int(dataset.parts[number])
-        print(f"sample {number} of the blend is sample {int(dataset.samples[number])} of part {part}")
-        dataset, number = dataset.datasets[part], int(dataset.samples[number])
+        part, sample = dataset.find(number)
+        print(f"sample {number} of the blend is sample {sample} of part {part}")
+        dataset, number = dataset.datasets[part], sample
     tokenizer = _tokenizer(question.arguments.tokenizer_name_or_path, dataset.tokens.prefix)
     for sequence, offset, length in dataset.pieces(number):
         print(f"--- sequence {sequence} of {dataset.tokens.prefix}, tokens {offset} to {offset + length - 1}")
@@ -98,7 +98,7 @@ def check(arguments: CheckArguments) -> None:
 def stats(arguments: PrefixArguments) -> None:
     """Print numbers of one corpus."""
     tokens, facts = _open(arguments)
-    sizes = tokens.sizes
+    sizes = np.asarray(tokens.sizes)
     low, high = id_range(tokens.tokens)
     rows = {
         "documents": len(tokens.document_starts) - 1,
@@ -195,23 +195,26 @@ def _shard_of(prefix: str, facts: dict) -> tuple[int, ...]:
 
 
 def index(run: PretrainRun) -> None:
-    """Build the index that the pretraining command `run` will look for, on a machine without a GPU."""
-    from gptlm.recipes.pretrain.data import load_or_build_datasets, steps_per_epoch
+    """Build the index that the pretraining command `run` will look for, on a machine without a GPU.
+
+    An index that exists is compared with its checksums.
+    """
+    from gptlm.recipes.pretrain.data import load_or_build_datasets, open_run_corpora, steps_per_epoch
     from gptlm.recipes.pretrain.text_source import with_token_files
 
     start_logging(main_process=True)
     run = with_token_files(run)
-    corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
+    corpora = open_run_corpora(run)
     run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-    for split, dataset in load_or_build_datasets(run, corpora).items():
+    for split, dataset in load_or_build_datasets(run, corpora, verify=True).items():
         if dataset is not None:
             print(f"{split}: {len(dataset)} samples of {run.data.max_seq_length} tokens")
 
 
 def _datasets(question: OrderQuestion) -> dict[str, PretrainingDataset | None]:
     arguments = question.arguments
-    corpora: Sequence[Corpus] = open_corpora(arguments.input_dir or "", arguments.split, arguments.data_order)
     cache = IndexCache([Path(arguments.data_cache)] if arguments.data_cache else [])
+    corpora: Sequence[Corpus] = open_corpora(arguments.input_dir or "", arguments.split, arguments.data_order, cache)
     return {
         split: build_split(
             corpora,

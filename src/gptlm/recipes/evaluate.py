@@ -21,7 +21,7 @@ from gptlm.data.documents import read_texts
 from gptlm.data.encoder import Cutter, log_special_tokens
 from gptlm.data.indexed import SCAN_TOKENS, id_range
 from gptlm.data.text_files import holds_records
-from gptlm.data.token_file import Ids, TokenFile
+from gptlm.data.token_file import Ids, StoredArray
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.detokenizers import detokenize
 from gptlm.inference.generation import some_of
@@ -190,7 +190,7 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
         raise GptlmError(f"the {name} split of {corpus.tokens.prefix} is empty; change --split {arguments.split}")
     logger.info("%s split of %s, --split %s", name, corpus.tokens.prefix, arguments.split)
     start, count, ids = int(corpus.tokens.starts[first]), corpus.token_count(name), corpus.tokens.tokens
-    tokens = ids.part(start, count) if isinstance(ids, TokenFile) else ids[start : start + count]
+    tokens = ids.part(start, count) if isinstance(ids, StoredArray) else ids[start : start + count]
     low, high = id_range(tokens)
     if low < 0 or high >= rows:
         low = min(int(tokens[start : start + SCAN_TOKENS].min()) for start in range(0, count, SCAN_TOKENS))

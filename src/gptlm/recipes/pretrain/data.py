@@ -6,21 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch.distributed import Store
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.run import TEST_FACTOR, PretrainRun
 from gptlm.data.blend import BlendedDataset
 from gptlm.data.blocks import BlocksWithDocuments, PretrainingDataset, UnreadBlocks, build_split
-from gptlm.data.cache import IndexCache, content_hash
+from gptlm.data.cache import IndexCache
 from gptlm.data.collate import IGNORED, DocumentCollator, collate_blocks
-from gptlm.data.corpora import SPLITS, Corpus, check_ids, default_cache_folders, missing_eos, refuse_short
+from gptlm.data.corpora import (
+    SPLITS,
+    Corpus,
+    check_ids,
+    default_cache_folders,
+    missing_eos,
+    open_corpora,
+    refuse_short,
+)
 from gptlm.data.epochs import Filled
 from gptlm.data.indexed import content_fingerprint
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process
-from gptlm.recipes.common.main_process_first import main_process_first
+from gptlm.recipes.common.main_process_first import main_process_first, told_by_main
 from gptlm.recipes.common.resume import SAMPLED
 
 logger = logging.getLogger(__name__)
@@ -30,6 +39,25 @@ SKIP_FLAGS = {"train": "--do_train 0", "valid": "--eval_iters 0", "test": "--do_
 MAX_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 
 Datasets = dict[str, PretrainingDataset | None]
+
+
+def open_together(run: PretrainRun, store: Store | None) -> list[Corpus]:
+    """The corpora of `run`. Rank 0 reads large indices whole, the others find in the cache what it has found.
+
+    Raises:
+        GptlmError: as `open_corpora`, and on a rank that waited longer than `--ddp_timeout`.
+    """
+    corpora = []
+
+    def read() -> None:
+        corpora.extend(open_run_corpora(run))
+
+    told_by_main(store, "the token files", run.training.ddp_timeout, read)
+    return corpora or open_run_corpora(run)
+
+
+def open_run_corpora(run: PretrainRun) -> list[Corpus]:
+    return open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order, data_cache(run))
 
 
 def steps_per_epoch(run: PretrainRun, corpora: list[Corpus]) -> int:
@@ -123,13 +151,16 @@ def build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
         return load_or_build_datasets(run, corpora)
 
 
-def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
+def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus], *, verify: bool = False) -> Datasets:
     """The datasets of the splits a run needs, their index taken from the cache or built and kept there.
+
+    Args:
+        verify: compare all of an index in the cache with its checksums.
 
     Raises:
         GptlmError: as `build_datasets`.
     """
-    cache = data_cache(run)
+    cache = data_cache(run, verify=verify)
     _refuse_empty(run, corpora)
     samples = sample_counts(run, corpora)
     _refuse_too_many(samples)
@@ -154,10 +185,11 @@ def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
     return {split: datasets.get(split) for split in SPLITS}
 
 
-def data_cache(run: PretrainRun) -> IndexCache:
+def data_cache(run: PretrainRun, *, verify: bool = False) -> IndexCache:
     """Where the sample index of `run` is kept."""
     output_dir = run.training.output_dir or ""
-    return IndexCache(default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir))
+    folders = default_cache_folders(run.data.input_dir or "", run.data.data_cache, output_dir)
+    return IndexCache(folders, verify=verify)
 
 
 def evaluation_samples(
@@ -207,7 +239,7 @@ def order_manifest(run: PretrainRun, dataset: PretrainingDataset | None) -> dict
     content = {SAMPLED: [content_fingerprint(part.tokens) for part in parts]} if reads else {}
     return content | {
         "data_order": run.data.data_order,
-        "data": [content_hash(part.tokens.sizes) for part in parts],
+        "data": [part.tokens.sizes_hash for part in parts],
         "max_seq_length": run.data.max_seq_length,
         "seed": run.order_seed,
         "split": run.data.split,
@@ -264,7 +296,7 @@ def _drawn(run: PretrainRun, corpora: list[Corpus], dataset: PretrainingDataset)
     present = [corpus for corpus in corpora if corpus.weight > 0 and corpus.token_count("train") > 0]
     counts = [samples]
     if isinstance(dataset, BlendedDataset):
-        counts = np.bincount(dataset.parts[:samples], minlength=len(present)).tolist()
+        counts = dataset.counts(samples)
     return [
         (corpus, count, count * run.data.max_seq_length / corpus.token_count("train"))
         for corpus, count in zip(present, counts, strict=True)

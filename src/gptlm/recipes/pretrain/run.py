@@ -5,7 +5,7 @@ import logging
 from gptlm.checkpoint.folder import Checkpoint, log_lines_in
 from gptlm.compat.log_lines import flops_per_sample
 from gptlm.config.run import PretrainRun, with_epochs_counted
-from gptlm.data.corpora import Corpus, open_corpora
+from gptlm.data.corpora import Corpus
 from gptlm.planner.args import sizes_of
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group, peak_flops
@@ -34,6 +34,7 @@ from gptlm.recipes.pretrain.data import (
     log_data,
     log_evaluations,
     log_missing_ends,
+    open_together,
     order_manifest,
     samples_per_epoch,
     steps_per_epoch,
@@ -55,7 +56,7 @@ def pretrain(run: PretrainRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     with early_store(run.training.ddp_timeout) as store:
         device, resume = check_run(run, store)
         run = with_token_files(run)
-        corpora = open_corpora(run.data.input_dir or "", run.data.split, run.data.data_order)
+        corpora = open_together(run, store)
         run = with_epochs_counted(run, steps_per_epoch(run, corpora))
         with lock_output(run), close_process_group(run.training.ddp_timeout):
             # a function of its own: the trainer has to be gone when the process group closes
