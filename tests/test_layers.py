@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 LAYERS = {  # a package imports from packages with a smaller number only
     "__init__": -4,
     "errors": -3,
+    "mapped_files": -4,
     "signals": -3,
     "locks": -2,
     "disk": -2,

@@ -3,22 +3,27 @@
 Exit codes: 0 success, 1 the run failed (data, files, weights), 2 the command is wrong, 128 + N signal N.
 """
 
-import difflib
+import atexit
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
-from gptlm import __version__
-from gptlm.config.help import help_text
-from gptlm.entry_points import COMMANDS, DATA_TOOLS, HELP
-from gptlm.errors import GptlmError, UsageError, printed
-from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, is_lost_process, report, without_debug
-from gptlm.launcher.script import split_command
-from gptlm.quiet import quiet_libraries
-from gptlm.ranks import check_launcher, is_launched, rank
-from gptlm.signals import Terminated, ending_in, ending_on_signals
-from gptlm.streams import can_write_output, discard_output, open_standard_streams, require_utf8
+from gptlm.mapped_files import FileCutOff
+from gptlm.signals import Terminated, end_at_once, ending_in, ending_on_signals, without_traceback
+
+with without_traceback():
+    import difflib
+    from importlib.metadata import version
+
+    from gptlm import __version__
+    from gptlm.config.help import help_text
+    from gptlm.entry_points import COMMANDS, DATA_TOOLS, HELP
+    from gptlm.errors import GptlmError, UsageError, printed
+    from gptlm.failures import DEBUG_HELP, DEBUG_VARIABLE, is_lost_process, report, without_debug
+    from gptlm.launcher.script import split_command
+    from gptlm.quiet import quiet_libraries
+    from gptlm.ranks import check_launcher, is_launched, rank
+    from gptlm.streams import can_write_output, discard_output, open_standard_streams, require_utf8
 
 __all__ = ["COMMANDS", "DATA_TOOLS", "main"]
 
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(words)
             sys.stdout.flush()
             return code
-    except (KeyboardInterrupt, Terminated) as ended:
+    except (KeyboardInterrupt, Terminated, FileCutOff) as ended:
         return _ended(name, ended)
     except Exception as error:
         if (ending := ending_in(error)) is not None:
@@ -43,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signals.received is not None and is_lost_process(error):  # the signal has reached that one, too
             return Terminated(signals.received).reported(name)
         return _failed(name, error)
+    finally:
+        atexit.register(end_at_once)  # before what libraries have registered: Ctrl-C would print where they are
 
 
-def _ended(name: str, by: KeyboardInterrupt | Terminated) -> int:
+def _ended(name: str, by: KeyboardInterrupt | Terminated | FileCutOff) -> int:
     """Say that a signal has ended the command; returns the exit code."""
     if isinstance(by, Terminated):
         return by.reported(name)
+    if isinstance(by, FileCutOff):
+        return _failed(name, GptlmError(str(by)))
     print(f"gptlm {name}: interrupted", file=sys.stderr)
     return 130
 

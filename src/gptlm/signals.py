@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread, current_thread, main_thread
 from types import FrameType
+
+from gptlm.mapped_files import CutFiles, FileCutOff
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP)
 EXIT_CODES = {128 + number: number for number in NUMBERS}
@@ -24,12 +26,13 @@ class Terminated(BaseException):
     """A signal ends the command; `detail` continues the sentence "ended by SIGTERM".
 
     Attributes:
+        detail: of a training that has ended in order; empty where the command was broken off.
         is_shown: whether this process prints the sentence.
     """
 
     def __init__(self, number: int, detail: str = "", *, is_shown: bool = True):
         super().__init__(f"ended by {signal.Signals(number).name}{detail}")
-        self.number, self.is_shown = number, is_shown
+        self.number, self.detail, self.is_shown = number, detail, is_shown
 
     def reported(self, command: str) -> int:
         """Print it; returns the exit code."""
@@ -45,14 +48,17 @@ class Handler:
         received: the first signal; None: none yet.
         is_held: whether it is only noted for now.
         is_ending: the process ends already, and further signals have no effect.
+        cut_files: notes files that become shorter while they are read.
     """
 
     def __init__(self, together: float) -> None:
         self.received: int | None = None
+        self.cut_files = CutFiles(lambda: next(filter(self._handles, NUMBERS), None))
         self.is_held = self.is_ending = False
         self._first, self._together = 0.0, together
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.cut_files.check()
         is_second = self.received is not None
         if not is_second:
             self.received, self._first = number, time.monotonic()
@@ -110,7 +116,8 @@ def ending_on_signals(*, is_launched: bool = False) -> Iterator[Handler]:
         for number, previous in before.items():
             if previous != signal.SIG_IGN:
                 signal.signal(number, handler)
-        yield handler
+        with handler.cut_files.catching():
+            yield handler
     finally:
         handler.is_ending = True
         for number, previous in before.items():
@@ -119,9 +126,29 @@ def ending_on_signals(*, is_launched: bool = False) -> Iterator[Handler]:
         os.close(sink)  # ends the thread
 
 
-def ending_in(error: BaseException | None) -> "KeyboardInterrupt | Terminated | None":
+@contextmanager
+def without_traceback() -> Iterator[None]:
+    """In the block, as during imports, Ctrl-C ends the process at once, without the traceback of KeyboardInterrupt."""
+    if current_thread() is not main_thread() or not end_at_once():
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_at_once() -> bool:
+    """Let Ctrl-C end the process without KeyboardInterrupt, if that is what it raises now; returns whether it did."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or of another program
+        return False
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return True
+
+
+def ending_in(error: BaseException | None) -> "KeyboardInterrupt | Terminated | FileCutOff | None":
     """The signal during which `error` was raised, as where it comes while a library takes a lock."""
-    while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated)):
+    while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated, FileCutOff)):
         error = error.__cause__ or error.__context__
     return error
 
@@ -146,6 +173,18 @@ def not_held() -> Iterator[None]:
     """Inside a `held` block: a signal ends the command immediately, because nothing would be lost."""
     with _holding(False):
         yield
+
+
+def finish_unless_signalled(finish: Callable[[], None]) -> None:
+    """After `Terminated` was raised, call `finish`, which does not matter much: a second signal leaves it out."""
+    handler = installed()
+    if handler is None:
+        finish()
+        return
+    handler.is_ending = False
+    with suppress(Terminated), held():
+        finish()
+    handler.is_ending = True
 
 
 @contextmanager
@@ -177,6 +216,7 @@ def _reset_in_child() -> None:
     handler = installed()
     if handler is not None:
         with suppress(ValueError):
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
             for number in NUMBERS:
                 if signal.getsignal(number) is handler:

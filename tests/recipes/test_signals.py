@@ -93,6 +93,8 @@ def test_a_resumed_run_equals_the_whole_one(command):
         )
         assert checkpoint.newest(output)[0].manifest.global_step == step
         assert not (output / "model.safetensors").exists()
+        page = (output / "report.html").read_text()
+        assert f">{step} of 12<" in page and ">stopped<" in page
         assert command(name=output.name)[0] == 0
         assert same_weights(output, whole), step
 
@@ -138,6 +140,21 @@ def test_a_second_signal_ends_a_run_at_once(command):
     code, error, output = command(sender=Sender("on_step_begin", 6, times=2))
     assert (code, error) == (143, "gptlm pretrain: ended by SIGTERM\n")
     assert [path.name for path in checkpoint.folders(output)] == ["checkpoint-5"]
+
+
+def test_a_second_signal_while_a_checkpoint_is_written_leaves_nothing_of_it(command, monkeypatch):
+    sender, original = Sender("on_step_begin", 6), checkpoint.sync_tree
+
+    def sync_tree(folder):
+        original(folder)
+        if folder.name.startswith(".checkpoint-7"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint, "sync_tree", sync_tree)
+    code, error, output = command(sender=sender)  # looks for what is left
+    assert (code, error) == (143, "gptlm pretrain: ended by SIGTERM\n")
+    assert [path.name for path in checkpoint.folders(output)] == ["checkpoint-5"]
+    assert not (output / "report.html").exists()
 
 
 def test_after_the_last_step_the_model_is_written(command):

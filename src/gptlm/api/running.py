@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from gptlm.compat.auto_convert import ConversionNeeded
 from gptlm.entry_points import hide_other_gpus
 from gptlm.errors import GptlmError, UsageError, flags_as_typed
+from gptlm.mapped_files import FileCutOff
 from gptlm.ranks import check_connection, check_launcher, is_launched
 from gptlm.recipes.convert import convert_once
 from gptlm.signals import Terminated, ending_on_signals
@@ -24,12 +25,14 @@ def running(typed: dict[str, str]) -> Iterator[None]:
     """Messages name flags as `typed`. SIGTERM and SIGHUP end the run, and then have the effect that they had before.
 
     Raises:
-        GptlmError: after a signal whose handler, of the caller, returns.
+        GptlmError: after a signal whose handler, of the caller, returns, or if a file became shorter while it was read.
     """
     ended = None
     try:
         with ending_on_signals(is_launched=is_launched()), flags_as_typed(typed):
             yield
+    except FileCutOff as error:
+        raise GptlmError(str(error)) from None
     except Terminated as error:
         ended = error
     if ended is not None:

@@ -32,7 +32,7 @@ from gptlm.checksums import file_checksums
 from gptlm.disk import is_write_error, replacing, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
 from gptlm.json_text import parse_json
-from gptlm.signals import held
+from gptlm.signals import Terminated, held
 
 HISTORY = "trainer_state.json"
 RUN_FILE = owned.RUN_FILE
@@ -310,6 +310,10 @@ def writing(path: Path, what: str, resumes: bool = True) -> Iterator[None]:
     try:
         with held(), doing(f"saving {what}"):
             yield
+    except (KeyboardInterrupt, Terminated):  # the second signal
+        if STAGING.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         if not is_write_error(error):
             raise

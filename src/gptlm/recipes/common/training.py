@@ -4,8 +4,8 @@ check_run -> start_job -> build_trainer -> train -> evaluate -> finish
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from gptlm.recipes.common.training_args import hf_arguments
 from gptlm.recipes.common.updates import check_updates, make_optimizer, stock_schedule
 from gptlm.recipes.report.recording import Recorder
 from gptlm.recipes.report.write import report_training
-from gptlm.signals import held
+from gptlm.signals import Terminated, finish_unless_signalled, held
 from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.early_stopping import EarlyStopping
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
@@ -298,7 +298,7 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
-        with profiled(run, trainer), held():  # not between the last step and the final model
+        with reported_if_ended(trainer), profiled(run, trainer), held():  # not between last step and final model
             result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
             trainer.checkpointer.save_final()
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
@@ -309,6 +309,17 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
     if evaluation:
         report(trainer, "eval", evaluation)
     return metrics | evaluation
+
+
+@contextmanager
+def reported_if_ended(trainer: GPTTrainer) -> Iterator[None]:
+    """If a signal ends the training after a step, the report of its steps is written."""
+    try:
+        yield
+    except Terminated as ended:
+        if ended.detail and trainer.args.should_save:
+            finish_unless_signalled(lambda: report_training(Path(trainer.args.output_dir or "")))
+        raise
 
 
 def _restore(trainer: GPTTrainer, folder: Path) -> None:

@@ -1,0 +1,106 @@
+"""A file that becomes shorter while it is mapped into memory: one sentence instead of the system's SIGBUS.
+
+safetensors, transformers, Arrow and our reader of pickles map files. A read behind their new end kills the process
+without a message. Here it finds zeros, and an exception ends the command in the main thread.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import time
+from _thread import interrupt_main, start_new_thread
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+MAPS = Path("/proc/self/maps")  # of Linux; elsewhere a process is still killed
+SIGACTION = 256  # bytes, more than a `struct sigaction` has
+MAP_FIXED = 0x10
+FAILED = ctypes.c_void_p(-1).value
+
+
+class FileCutOff(BaseException):
+    """A file became shorter while it was read; what was read is not its content."""
+
+    def __init__(self, path: str):
+        super().__init__(f"{path} became shorter while it was read; copy or download it again")
+
+
+class CutFiles:
+    """Notes a file that was cut off while it was read, and interrupts the main thread.
+
+    Args:
+        number: the signal whose handler in Python calls `check`; None: there is none, and the process is killed.
+
+    Attributes:
+        path: of the file; None: all are whole.
+    """
+
+    def __init__(self, number: Callable[[], int | None]):
+        self.path: str | None = None
+        self._number = number
+        self._is_handling = False
+
+    def check(self) -> None:
+        """Raises FileCutOff if a file was cut off."""
+        if self.path is not None:
+            raise FileCutOff(self.path)
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Handle SIGBUS in the block."""
+        if not MAPS.exists():
+            yield
+            return
+        libc = ctypes.CDLL(None)
+
+        def handle(_: int) -> None:
+            self._is_handling = True
+            number, path = self._number(), _replace_missing_pages(libc)
+            if path is None or number is None:
+                signal.signal(signal.SIGBUS, signal.SIG_DFL)  # the read is repeated and ends the process
+                return
+            self.path = path
+            start_new_thread(self._interrupt, (number,))
+            self._is_handling = False  # last, as Python looks for signals after each call
+
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+        before = ctypes.create_string_buffer(SIGACTION)
+        libc.sigaction(signal.SIGBUS, None, before)
+        libc.signal(signal.SIGBUS, handler)  # Python's own handlers run after the read, which never ends
+        try:
+            yield
+            self.check()  # a library may have dropped the exception
+        finally:
+            libc.sigaction(signal.SIGBUS, before, None)
+
+    def _interrupt(self, number: int) -> None:
+        """Not from `handle`: what is raised there is printed, and lost."""
+        while self._is_handling:
+            time.sleep(0.001)
+        interrupt_main(signal.Signals(number))
+
+
+def _replace_missing_pages(libc: ctypes.CDLL) -> str | None:
+    """Put zeros where a mapped file has ended; returns the path of one such file, None if there is none."""
+    libc.mmap.restype = ctypes.c_void_p
+    found = None
+    for line in MAPS.read_text(errors="surrogateescape").splitlines():
+        addresses, access, offset, _, inode, *path = line.split(maxsplit=5)
+        if inode == "0" or not path or not access.startswith("r"):  # libraries have gaps that nobody may read
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        with suppress(OSError):
+            status = os.stat(path[0])
+            pages = max(0, -((int(offset, 16) - status.st_size) // mmap.PAGESIZE))  # with something of the file
+            size = end - start - pages * mmap.PAGESIZE
+            if status.st_ino != int(inode) or size <= 0:
+                continue
+            flags = MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            where = ctypes.c_void_p(end - size)
+            made = libc.mmap(
+                where, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0)
+            )
+            found = None if made == FAILED else path[0]
+    return found

@@ -1,0 +1,43 @@
+"""Signals before a command runs and after it: no traceback."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SENDING = """
+import os, sys
+class Sender:
+    def find_spec(self, name, *rest):
+        if name == "{module}":
+            os.kill(os.getpid(), {number:d})
+sys.meta_path.insert(0, Sender())
+"""
+RUN = """
+import sys
+from gptlm.cli import main
+sys.exit(main(["tokenizer", "--input_path", "{folder}", "--output_dir", "{folder}/out"]))
+"""
+
+
+def ended(code: str) -> tuple[int, str]:
+    """Exit code, as a shell shows it, and stderr of a new process."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return 128 - result.returncode if result.returncode < 0 else result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", ["gptlm.config.help", "tokenizers", "transformers"])
+def test_a_signal_during_the_imports(module, number, tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat")
+    code, error = ended(SENDING.format(module=module, number=number) + RUN.format(folder=tmp_path))
+    assert code == 128 + number and error.count("\n") <= 1 and "Traceback" not in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_ctrl_c_while_libraries_clean_up(tmp_path):
+    """What they have registered for the end of the process would print a traceback."""
+    late = "import atexit, os, signal; atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))"
+    code, error = ended(f"{late}\nfrom gptlm.cli import main\nmain(['--version'])")
+    assert (code, error) == (130, "")
