@@ -14,11 +14,13 @@ import pytest
 from gptlm.data.writer import IndexedTokensWriter
 from tests.golden.corpora import numbered_documents, random_documents, write_documents
 from tests.imports import freeze_imports
+from tests.processes import clean_environment, close_servers, first_environment, run
 
 CACHE = tempfile.TemporaryDirectory(prefix="gptlm-tests-")  # runs keep encoded examples there, not in the user's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+first_environment()
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup and in the background: tests send them
         signal.signal(number, usual)
@@ -86,26 +88,15 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def script() -> Callable[..., subprocess.CompletedProcess]:
-    """Run `python scripts/NAME.py WORDS` (or under torchrun with `processes`), output captured."""
+    """Run `python scripts/NAME.py WORDS`, in `processes` as torchrun would; output captured."""
     return run_script
 
 
 def run_script(
     name: str, *words: object, processes: int = 0, cwd: Path | None = None, environment: dict | None = None
 ) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py")]
-    if processes:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [*launcher, command[1]]
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [*command, *map(str, words)],
-        cwd=cwd,
-        env={**clean, "OMP_NUM_THREADS": "1", **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, ROOT / "scripts" / f"{name}.py", *words]
+    return run(command, cwd=cwd, env=clean_environment(**(environment or {})), processes=processes)
 
 
 def pytest_runtest_setup() -> None:
@@ -114,3 +105,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_runtest_teardown() -> None:
     freeze_imports()
+
+
+def pytest_sessionfinish() -> None:
+    close_servers()

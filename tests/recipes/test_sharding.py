@@ -5,8 +5,6 @@ All runs happen in one launched session (see session.py); the tests look at what
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,8 @@ from gptlm.checkpoint.folder import read
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
 from tests.conftest import ROOT
+from tests.processes import clean_environment
+from tests.processes import run as run_processes
 
 STEPS, SAVED = 10, 5
 BASE = (
@@ -38,16 +38,10 @@ STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
 
 def launch(processes: int, script: str, *words: object, log: Path) -> None:
     """Run a script of this folder in several processes of this machine; `log` gets all they say."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(ROOT / "tests" / "recipes" / script), *map(str, words)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-    }
-    with open(log, "w") as file:
-        done = subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=900)
+    command = [sys.executable, ROOT / "tests" / "recipes" / script, *words]
+    environment = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    done = run_processes(command, env=environment, processes=processes, modules=("deepspeed", "datasets"), timeout=900)
+    log.write_text(done.stdout + done.stderr)
     assert done.returncode == 0, log.read_text()[-3000:]
 
 
