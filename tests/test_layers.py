@@ -16,6 +16,7 @@ LAYERS = {  # a package imports from packages with a smaller number only
     "__init__": -4,
     "errors": -3,
     "mapped_files": -4,
+    "secret": -3,
     "signals": -3,
     "locks": -2,
     "disk": -2,

@@ -23,6 +23,7 @@ with without_traceback():
     from gptlm.launcher.script import split_command
     from gptlm.quiet import quiet_libraries
     from gptlm.ranks import check_launcher, is_launched, rank
+    from gptlm.secret import hidden
     from gptlm.streams import can_write_output, discard_output, open_standard_streams, require_utf8
 
 __all__ = ["COMMANDS", "DATA_TOOLS", "main"]
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     quiet_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
+    sys.argv[1:] = hidden(sys.argv[1:])  # trackers and error logs record it
     name = words[0] if words and words[0] in COMMANDS else ""
     try:
         with ending_on_signals(is_launched=is_launched()) as signals:

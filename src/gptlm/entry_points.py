@@ -83,9 +83,10 @@ def pretrain(argv: Sequence[str]) -> int | None:
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         with importing(trainer=True):
+            from gptlm.recipes.common.hub_upload import uploading
             from gptlm.recipes.pretrain.run import pretrain as recipe
-        with flags_as_typed(run.typed):
-            recipe(run)
+        with flags_as_typed(run.typed), uploading(run) as hooks:
+            recipe(run, hooks)
     return None
 
 
@@ -99,9 +100,10 @@ def sft(argv: Sequence[str]) -> None:
     hide_other_gpus(run.training.device, os.environ)
     with logged_in(run.training.output_dir):
         with importing(trainer=True):
+            from gptlm.recipes.common.hub_upload import uploading
             from gptlm.recipes.sft.run import sft as recipe
-        with flags_as_typed(run.typed):
-            recipe(run)
+        with flags_as_typed(run.typed), uploading(run) as hooks:
+            recipe(run, hooks)
 
 
 def merge_lora(argv: Sequence[str]) -> None:

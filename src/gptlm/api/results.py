@@ -23,6 +23,7 @@ class TrainResult:
             several processes, where each may hold a part: `gptlm.load(output_dir)` reads it.
         tokenizer: None if the run had none.
         trainer: None in a run of several processes.
+        upload_error: why the model is not on the hub, where `push_to_hub` asked for it; None: it is.
     """
 
     metrics: dict[str, float]
@@ -31,6 +32,7 @@ class TrainResult:
     model: GPTLMHeadModel | PeftModel | None
     tokenizer: PreTrainedTokenizerBase | None
     trainer: GPTTrainer | None
+    upload_error: str | None = None
 
 
 class Loaded(NamedTuple):

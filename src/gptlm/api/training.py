@@ -1,5 +1,6 @@
 """`gptlm.pretrain` and `gptlm.sft`: the commands as functions."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,9 +22,12 @@ from gptlm.config.run import Run
 from gptlm.errors import UsageError
 from gptlm.ranks import world_size
 from gptlm.recipes.common.hooks import Hooks
+from gptlm.recipes.common.hub_upload import UploadFailed, uploading
 from gptlm.recipes.pretrain.run import pretrain as pretrain_recipe
 from gptlm.recipes.sft.run import sft as sft_recipe
 from gptlm.training.trainer import GPTTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -180,8 +184,13 @@ def _run(recipe: Callable[..., dict[str, float]], run: Any, hooks: Hooks, notes:
     choose_gpu(run.training.device)
     found: list[GPTTrainer] = []
     keeps = world_size() == 1
-    with running(run.typed):
-        metrics = recipe(run, replace(hooks, finished=found.append if keeps else None))
+    failed = None
+    try:
+        with running(run.typed), uploading(run, hooks) as hooks:
+            metrics = recipe(run, replace(hooks, finished=found.append if keeps else None))
+    except UploadFailed as error:  # after the training, whose result is not lost
+        failed = str(error)
+        logger.error("%s", failed)
     trainer = found[0] if keeps else None
     if trainer is not None:
         trainer.model.eval()
@@ -193,6 +202,7 @@ def _run(recipe: Callable[..., dict[str, float]], run: Any, hooks: Hooks, notes:
         model=trainer.model if trainer else None,
         tokenizer=tokenizer,
         trainer=trainer,
+        upload_error=failed,
     )
 
 

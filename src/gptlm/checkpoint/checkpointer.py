@@ -45,6 +45,7 @@ class Checkpointer:
         keep: checkpoints to keep, the newest and the best always among them; None keeps all.
         protected: names of checkpoints in the output folder that the model is read from; they are never removed.
         run_file: the run as an argument file, saved beside each model as run.json; None: none.
+        card: step -> the model card of the checkpoint of a whole model; None: none.
         checked: a checkpoint whose files have been compared with their checksums.
         resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
         mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
@@ -57,13 +58,14 @@ class Checkpointer:
         keep: int | None = None,
         protected: Collection[str] = (),
         run_file: str | None = None,
+        card: Callable[[int], str] | None = None,
         checked: Path | None = None,
         resume_weights_only: bool = False,
         mesh: Mesh | None = None,
         chunks: int = 1,
     ):
         self.manifest, self.keep, self.protected, self.run_file = manifest or {}, keep, protected, run_file
-        self.checked, self.resume_weights_only = checked, resume_weights_only
+        self.card, self.checked, self.resume_weights_only = card, checked, resume_weights_only
         self.mesh, self.layout = mesh, [1, 1, 1]
         if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
             self.layout = [mesh.dims.tensor, mesh.dims.pipeline, chunks]
@@ -113,6 +115,8 @@ class Checkpointer:
 
     def _write(self, folder: Path, state: Any, optimizer: Any) -> None:
         self.save_model(folder)
+        if self.card is not None and self.args.should_save and not self.has_adapters:  # adapters have theirs
+            (folder / owned.CARD).write_text(self.card(state.global_step), encoding="utf-8")
         if not self.args.save_only_model:
             tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
             optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)

@@ -5,6 +5,7 @@ renamed to `checkpoint-N`. One whose manifest does not match its files is skippe
 
     model.safetensors, config.json, generation_config.json   the model, a GPT-2 folder; with LoRA PEFT's files instead
     the tokenizer's files
+    README.md                    the model card
     run.json                     the run as an argument file
     optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
     rng_state*.json              random states of each process; not with save_only_model

@@ -16,6 +16,7 @@ from gptlm.compat.defaults import (
     move_load,
 )
 from gptlm.compat.fleetx.translate import training_arguments
+from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_actions, derive_evaluations, name_auto_parallel
 from gptlm.config.model_size import drop_tokenizer_class, find_model
@@ -28,7 +29,7 @@ from gptlm.errors import UsageError, named
 from gptlm.model.files import has_weights
 
 PRETRAIN = Vocabulary(
-    groups=(ModelArguments, DataArguments, ParallelArguments, TrainingArguments, CompatArguments),
+    groups=(ModelArguments, DataArguments, ParallelArguments, TrainingArguments, HubArguments, CompatArguments),
     renamed=paddlenlp.PRETRAIN_RENAMED | transformers.PRETRAIN_RENAMED | megatron.RENAMED,
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.PRETRAIN_IGNORED | megatron.IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.PRETRAIN_REFUSED | megatron.REFUSED,
@@ -76,6 +77,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         data=parsed[DataArguments],
         parallel=parsed[ParallelArguments],
         training=parsed[TrainingArguments],
+        hub=parsed[HubArguments],
         source=found.source,
         shape=found.shape,
         dims=found.dims,

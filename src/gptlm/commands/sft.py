@@ -8,6 +8,7 @@ from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
 from gptlm.config.adapters import derive_adapters
+from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_actions, derive_evaluations, derive_world
@@ -38,7 +39,7 @@ FIXED = {  # arguments of training that fine-tuning leaves no choice in
     **dict.fromkeys(("tensor_parallel_config", "pipeline_parallel_config"), REPLICAS),
 }
 SFT = Vocabulary(
-    groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments),
+    groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments, HubArguments),
     renamed=paddlenlp.PRETRAIN_RENAMED | transformers.SFT_RENAMED | paddlenlp.SFT_RENAMED,
     ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED,
     refused=paddlenlp.PRETRAIN_REFUSED | transformers.SFT_REFUSED | paddlenlp.SFT_REFUSED,
@@ -94,6 +95,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         lora=parsed[LoraArguments],
         parallel=parsed[ParallelArguments],
         training=parsed[TrainingArguments],
+        hub=parsed[HubArguments],
         source=found.source,
         shape=found.shape,
         dims=found.dims,

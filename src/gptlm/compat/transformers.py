@@ -32,6 +32,8 @@ TRAINING_RENAMED = {
     "checkpointing_steps": "save_steps",
     "save_only_model": "ignore_save_lr_and_optim",
     "enable_jit_checkpoint": "save_on_signal",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
 }
 
 # An alias that sets other arguments for some of its values: value -> our arguments; a bare switch is "true".
@@ -65,7 +67,6 @@ SFT_SETTINGS |= {"neftune": {"true": "--neftune_noise_alpha 5", "false": ""}}  #
 SFT_SETTINGS |= {"train_sampling_strategy": {"random": "", "group_by_length": "--group_by_length true"}}
 
 ATTENTION = "attention always uses the fastest kernel of the device, flash attention included"
-NO_UPLOAD = "gptlm uploads nothing; use hf upload with the output folder"
 OWN_METRICS = "evaluation has its own metrics"
 LOADER = "it changes the speed of data loading only; samples and order are the same"
 REPLICAS = "every parameter gets a gradient in every step, and gradients are averaged once per step"
@@ -99,10 +100,6 @@ TRAINING_IGNORED = {
         ("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"), OWN_METRICS
     ),
     "include_inputs_for_metrics": OWN_METRICS,
-    **dict.fromkeys(
-        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), NO_UPLOAD
-    ),
-    **dict.fromkeys(("push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"), NO_UPLOAD),
     "restore_callback_states_from_checkpoint": "a resumed run restores all state",
     "length_column_name": "lengths are counted in tokens",
     **dict.fromkeys(
@@ -140,7 +137,7 @@ TRAINING_REFUSED: Refused = {
     **MODEL_REFUSED,
     "average_tokens_across_devices": (ON, LOSS),
     "optim_target_modules": (EMPTY, "one optimizer updates all weights; no optimizer that needs this is offered"),
-    "push_to_hub": (OFF, NO_UPLOAD),
+    "push_to_hub_organization": (EMPTY, "give --hub_model_id ORGANIZATION/NAME"),
     "accelerator_config": (EMPTY, "batches are split in one way; give the batch sizes"),
     "split_batches": (OFF, "--per_device_train_batch_size is per process; give --global_batch_size for all"),
     "parallelism_config": (EMPTY, "give --tensor_parallel_degree, --pipeline_parallel_degree and --sharding"),

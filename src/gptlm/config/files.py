@@ -16,6 +16,7 @@ from gptlm.config.origin import Origin, Source
 from gptlm.disk import read_file
 from gptlm.errors import UsageError, reason_of
 from gptlm.json_text import parse_json
+from gptlm.secret import hidden
 
 YAML_ENDINGS = (".yaml", ".yml")
 NEAR = 0.5  # how alike names are that an error lists first, 1 is equal
@@ -166,7 +167,8 @@ def _split(rest: list[str], problems: list[str]) -> Iterator[Argument]:
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            problems.append(f"unexpected word {token!r}: flags start with --, values with blanks need quotes")
+            (shown,) = hidden([token])
+            problems.append(f"unexpected word {shown!r}: flags start with --, values with blanks need quotes")
             continue
         name, equals, value = token[2:].partition("=")
         taken = [value] if equals else []

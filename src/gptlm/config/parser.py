@@ -19,6 +19,7 @@ from gptlm.config.files import Argument, ReadSections, canonical, read_arguments
 from gptlm.config.origin import DEFAULT, Origin, Source
 from gptlm.config.problem import Problem
 from gptlm.errors import UsageError, with_flags_shown
+from gptlm.secret import Secret
 
 TRUE = ("1", "true", "t", "yes", "y", "on")
 FALSE = ("0", "false", "f", "no", "n", "off")
@@ -290,6 +291,8 @@ def _cast(given: Argument, f: Field, kind: Any) -> Any:
         return _cast_bool(given)
     if not given.values:
         raise UsageError(f"{given.typed} needs a value ({f.metadata['help']})")
+    if len(given.values) > 1 and _base(kind)[0] is Secret:
+        raise UsageError(f"{given.typed} has {len(given.values)} words; expected one")
     if len(given.values) > 1 and not f.metadata["words"]:
         raise UsageError(
             f"{given.typed}: unexpected word {given.values[1]!r} after {given.values[0]!r}; quote values with blanks"
@@ -369,7 +372,7 @@ def type_name(kind: Any) -> str:
     """A type for --help."""
     if get_origin(kind) is list:
         return f"{get_args(kind)[0].__name__} ..."
-    return _base(kind)[0].__name__
+    return _base(kind)[0].__name__.lower()
 
 
 def shown(value: Any) -> str:

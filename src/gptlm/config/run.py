@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
@@ -19,9 +20,13 @@ from gptlm.config.validate import problems_of, steps_apart
 from gptlm.errors import UsageError, with_flags_shown
 from gptlm.model.presets import Shape
 from gptlm.parallel.dims import ParallelDims
+from gptlm.secret import Secret
 
 TEST_FACTOR = 10  # the final test reads ten times the batches of an evaluation, as in PaddleNLP
-ONE_START = ("world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel", "profile")
+ONE_START = (
+    "world_size", "local_rank", "resume_from_checkpoint", "overwrite_output_dir", "auto_parallel", "profile",
+    "hub_token",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Run:
     """A checked training run; its data is a field of the subclasses.
 
     Attributes:
-        model, parallel, training: the arguments, those that were not given filled in.
+        model, parallel, training, hub: the arguments, those that were not given filled in.
         source, shape: the model.
         dims: the processes.
         task: what is trained; a checkpoint of another task is not resumed from (checkpoint/task.py).
@@ -43,6 +48,7 @@ class Run:
     model: ModelArguments
     parallel: ParallelArguments
     training: TrainingArguments
+    hub: HubArguments
     source: ModelSource
     shape: Shape
     dims: ParallelDims
@@ -76,7 +82,7 @@ class Run:
     @property
     def groups(self) -> tuple[Any, ...]:
         """All arguments of the run."""
-        return (self.model, self.parallel, self.training)
+        return (self.model, self.parallel, self.training, self.hub)
 
     @property
     def trains_all(self) -> bool:
@@ -142,7 +148,7 @@ class PretrainRun(Run):
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        return (self.model, self.data, self.parallel, self.training)
+        return (self.model, self.data, self.parallel, self.training, self.hub)
 
     @property
     def eval_batches(self) -> int:
@@ -169,7 +175,7 @@ class SftRun(Run):
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        return (self.model, self.data, self.lora, self.parallel, self.training)
+        return (self.model, self.data, self.lora, self.parallel, self.training, self.hub)
 
     @property
     def evaluated(self) -> str | None:
@@ -290,4 +296,6 @@ def with_epochs_counted(run: AnyRun, steps_per_epoch: int, *, last_step: int | N
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Secret):
+        return str(value)
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value

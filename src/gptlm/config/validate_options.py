@@ -1,7 +1,9 @@
 """What can be wrong with single options of training that transformers' TrainingArguments also has."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
+from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.training import ParallelArguments, TrainingArguments
 from gptlm.config.optimizers import optimizer_problems
 from gptlm.config.parser import Parsed
@@ -10,6 +12,7 @@ from gptlm.errors import named
 from gptlm.parallel.dims import ParallelDims
 
 TRACKER_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio"}
+HUB_SETTINGS = tuple(f.name for f in fields(HubArguments) if f.name != "push_to_hub")
 TRACKERS = ("visualdl", "tensorboard", *TRACKER_PACKAGES, "all", "none")
 
 
@@ -69,5 +72,11 @@ def _note_idle(parsed: Parsed, training: TrainingArguments) -> None:
     for name in ("trackio_space_id", "trackio_bucket_id"):
         if not parsed.is_default(name) and "trackio" not in training.report_to:
             note(f"{named(name)} has no effect without {named('report_to')} trackio")
+    hub = parsed[HubArguments]
+    if hub.push_to_hub and not training.do_train:
+        note(f"{named('push_to_hub')} has no effect: nothing is trained")
+    for name in HUB_SETTINGS:
+        if not hub.push_to_hub and parsed.given(name):
+            note(f"{named(name)} has no effect without {named('push_to_hub')}")
     if training.torch_compile_mode and training.torch_compile is False:
         note(f"{named('torch_compile_mode')} has no effect: {named('torch_compile')} is off")

@@ -7,7 +7,7 @@ arguments for nodes and GPUs are accepted before and after the script.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from gptlm.config.problem import Problem, usage_error
 from gptlm.config.run import tried
 from gptlm.errors import UsageError, named
 from gptlm.launcher import aliases
-from gptlm.launcher.script import ONE_PROCESS, program, split_command
+from gptlm.launcher.script import ONE_PROCESS, is_ours, program, split_command
+from gptlm.secret import hidden, without_secrets
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
@@ -85,6 +86,7 @@ class LaunchPlan:
         script: a path, or `-m` and a module (and gptlm's command).
         words: arguments of the script.
         notes: lines for the log.
+        secrets: variables to add to the environment that no line shows.
     """
 
     processes: int
@@ -100,6 +102,7 @@ class LaunchPlan:
     script: tuple[str, ...]
     words: tuple[str, ...]
     notes: tuple[str, ...]
+    secrets: dict[str, str] = field(default_factory=dict)
 
     def torchrun(self) -> list[str]:
         """The torchrun command."""
@@ -112,7 +115,7 @@ class LaunchPlan:
     def shown(self) -> str:
         """Environment and command as a line for a shell."""
         return " ".join(
-            [*(f"{k}={shlex.quote(v)}" for k, v in self.environment().items()), shlex.join(self.torchrun())]
+            [*(f"{k}={shlex.quote(v)}" for k, v in self.environment().items()), shlex.join(hidden(self.torchrun()))]
         )
 
     def _rendezvous(self) -> list[str]:
@@ -161,6 +164,8 @@ def parse_launch(
     command, note = started
     if note:
         parsed.note(note)
+    # processes take it from their environment: other users see their command lines
+    passed, token = without_secrets(words, "none") if is_ours(command) else (words, None)
     arguments = parsed[LaunchArguments]
     return LaunchPlan(
         processes=arguments.nproc_per_node or len(devices) or _default_processes(script, visible, count_cards),
@@ -174,8 +179,9 @@ def parse_launch(
         log_dir=Path(arguments.log_dir),
         log_overwrite=arguments.log_overwrite,
         script=command,
-        words=tuple(words),
+        words=tuple(passed),
         notes=tuple(parsed.notes),
+        secrets={"HF_TOKEN": token} if token else {},
     )
 
 

@@ -116,7 +116,7 @@ def _run_torchrun(
     with open(torchrun_log, "wb") as log:
         torchrun = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *plan.torchrun()[1:]],
-            env={**os.environ, **plan.environment(), **redirected},
+            env={**os.environ, **plan.environment(), **plan.secrets, **redirected},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ SCRIPTS = {
 MODULES = {"oneflow_gpt.training": "pretrain"}
 ONE_PROCESS = MODULES  # these start one process on each node unless their arguments name a number
 PYTHON = re.compile(r"python[\d.]*")
+STARTS_COMMAND = re.compile(r"^from gptlm\.cli import main\b", re.MULTILINE)
 IMPORTS_OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:paddle|paddlenlp|ppfleetx|oneflow)\b", re.MULTILINE)
 
 
@@ -74,3 +75,10 @@ def program(script: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     if command is None:
         return tuple(script), None
     return ("-m", "gptlm", command), f"{name} is {reason}: gptlm {command} runs instead, with the same arguments"
+
+
+def is_ours(script: Sequence[str]) -> bool:
+    """Whether `script`, as `program` returns it, is a command of gptlm: its module, or a file that starts one."""
+    if len(script) > 1:
+        return script[1] == "gptlm"
+    return STARTS_COMMAND.search(Path(script[0]).read_text(encoding="utf-8", errors="replace")) is not None

@@ -7,6 +7,7 @@ from gptlm.parallel.dims import bubble_fraction
 from gptlm.planner.args import PlanJob, cluster_of, precision_of, sizes_of, words_of
 from gptlm.planner.memory import GIB, Layout, Sizes
 from gptlm.planner.search import Candidate, Cluster, candidates, smallest
+from gptlm.secret import without_secrets
 
 HEAD = ("TP", "PP", "DP", "ZeRO", "micro", "accum", "recompute", "GiB", "tokens/s", "bubble")
 
@@ -39,7 +40,7 @@ def command(job: PlanJob, layout: Layout) -> str:
     nodes = -(-job.machine.num_gpus // job.machine.gpus_per_node)
     each = job.machine.num_gpus // nodes
     start = f"torchrun --nproc_per_node {each}" + (f" --nnodes {nodes} --rdzv_backend c10d ..." if nodes > 1 else "")
-    words = [*job.typed, *words_of(layout, job.parallel, job.training)]
+    words = [*without_secrets(job.typed, "none")[0], *words_of(layout, job.parallel, job.training)]
     if job.parallel.auto_parallel:  # of the file: this command has its layout
         words += ["--auto_parallel", "0"]
     return f"{start} -m gptlm.cli pretrain {shlex.join(words)}"

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -68,6 +68,12 @@ def write_run_card(run: Run, metrics: Mapping[str, float]) -> None:
     card.data.datasets, card.data.tags, card.data.metrics = found.datasets, found.tags, found.metrics
     parts = [f"---\n{card.data.to_yaml()}\n---", card.text.strip(), *_sections(facts)]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def checkpoint_card(run: Run, step: int) -> str:
+    """The card of the checkpoint of `step`."""
+    facts = facts_of_run(run, {})
+    return card_text(replace(facts, settings={"step of this checkpoint": step, **facts.settings}))
 
 
 def card_text(facts: CardFacts) -> str:

@@ -34,8 +34,10 @@ from gptlm.recipes.common.deepspeed import deepspeed_config, shard_degree
 from gptlm.recipes.common.device import Device, choose_arithmetic, choose_device, use_device
 from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
+from gptlm.recipes.common.hub_upload import check_upload
+from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.model import log_weights_source
-from gptlm.recipes.common.model_card import write_run_card
+from gptlm.recipes.common.model_card import checkpoint_card, write_run_card
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
 from gptlm.recipes.common.profiling import check_profile, profiled
 from gptlm.recipes.common.resume import (
@@ -120,6 +122,8 @@ def check_run(
     check_float8(run, device)
     choose_arithmetic(run.training, device)
     check_flat_grad_sync(run, device)
+    if run.hub.push_to_hub and training.do_train:
+        told_by_main(store, "the repository on the hub", training.ddp_timeout, lambda: check_upload(run))
     return device, resume
 
 
@@ -192,6 +196,7 @@ def build_trainer(
             keep=training.save_total_limit,
             protected=read_checkpoints(run),
             run_file=run.as_arguments(),
+            card=partial(checkpoint_card, run),
             resume_weights_only=training.ignore_load_lr_and_optim,
             checked=job.resume.path if job.resume else None,
             mesh=job.mesh,
