@@ -4,15 +4,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptlm.parallel.dims import ParallelDims
+from gptlm.parallel.dims import ParallelDims, Ranks
 
 
 class Mesh:
     """The process groups of tensor, data and pipeline parallelism. Creating it is a collective operation.
 
-    Rank = (pipeline x data degree + data) x tensor degree + tensor, so that the processes of a tensor-parallel group,
-    which communicate most, are neighbours (as in Megatron-LM). Replicas that share one optimizer state are neighbours
-    in the data dimension.
+    `ParallelDims.rank_at` says which rank is where.
 
     Args:
         shards: replicas that share one optimizer state; divides their number. None: all.
@@ -29,28 +27,17 @@ class Mesh:
 
     def __init__(self, dims: ParallelDims, shards: int | None = None):
         self.dims, self.shards = dims, shards or dims.data
-        rank = dist.get_rank()
-        tensor, data, pipeline = dims.tensor, dims.data, dims.pipeline
-        self.tensor_rank = rank % tensor
-        self.data_rank = rank // tensor % data
-        self.pipeline_rank = rank // (tensor * data)
-        self.model_size = tensor * pipeline
-        self.model_rank = self.pipeline_rank * tensor + self.tensor_rank
-        self.copies = data // self.shards
-
-        def at(p: int, d: int, t: int) -> int:
-            return (p * data + d) * tensor + t
-
-        ps, ds, ts = range(pipeline), range(data), range(tensor)
-        zero = [range(start, start + self.shards) for start in range(0, data, self.shards)]
-        copies = [range(first, data, self.shards) for first in range(self.shards)]
-        singles: dict[int, Any] = {}
-        self.tensor_group = _new_groups([[at(p, d, t) for t in ts] for p in ps for d in ds], singles)
-        self.pipeline_group = _new_groups([[at(p, d, t) for p in ps] for d in ds for t in ts], singles)
-        self.model_group = _new_groups([[at(p, d, t) for p in ps for t in ts] for d in ds], singles)
-        self.tied_group = _new_groups([sorted({at(0, d, t), at(pipeline - 1, d, t)}) for d in ds for t in ts], singles)
-        self.zero_group = _new_groups([[at(p, d, t) for d in part] for p in ps for t in ts for part in zero], singles)
-        self.copy_group = _new_groups([[at(p, d, t) for d in part] for p in ps for t in ts for part in copies], singles)
+        self.tensor_rank, self.data_rank, self.pipeline_rank = dims.place_of(dist.get_rank())
+        self.model_size = dims.tensor * dims.pipeline
+        self.model_rank = self.pipeline_rank * dims.tensor + self.tensor_rank
+        self.copies = dims.data // self.shards
+        groups, singles = dims.groups(self.shards), dict[int, Any]()
+        self.tensor_group = _new_groups(groups.tensor, singles)
+        self.pipeline_group = _new_groups(groups.pipeline, singles)
+        self.model_group = _new_groups(groups.model, singles)
+        self.tied_group = _new_groups(groups.tied, singles)
+        self.zero_group = _new_groups(groups.zero, singles)
+        self.copy_group = _new_groups(groups.copies, singles)
 
     @property
     def is_first_stage(self) -> bool:
@@ -91,7 +78,7 @@ class Mesh:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
-def _new_groups(groups: list[list[int]], singles: dict[int, Any]) -> Any:
+def _new_groups(groups: Ranks, singles: dict[int, Any]) -> Any:
     """Create all `groups`, as every process must; returns the one that holds this process, or None.
 
     Args:
