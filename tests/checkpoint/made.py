@@ -2,9 +2,13 @@
 
 import json
 
+import torch
+
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.manifest import MANIFEST, OWN_SUM, SUMS, manifest_text
 from gptlm.checksums import file_checksum
+from gptlm.model.safetensors_io import LazyTensors
+from gptlm.model.shards import ShardedTensors, StockWeights
 
 FIELDS = {
     "optimizer_steps": 1,
@@ -45,3 +49,13 @@ def note_again(path, *, checksums=True, without=(), **changes):
     else:
         text = json.dumps(fields)
     (path / MANIFEST).write_text(text)
+
+
+def assert_same_tensors(whole, sharded):
+    """The checkpoint in `sharded` has the weights and the optimizer state of the one in `whole`, bit for bit."""
+    weights, states = LazyTensors.of_model(whole), LazyTensors(sorted(whole.glob("optimizer-*.safetensors")))
+    found, own = ShardedTensors(sharded), StockWeights(sharded)
+    assert found.keys() - own.keys() == states.keys() and own.keys() == weights.keys()
+    for name, tensor in [*weights.items(), *states.items()]:
+        other = own[name] if name in own else found[name]
+        assert other.dtype == tensor.dtype and torch.equal(other, tensor), name

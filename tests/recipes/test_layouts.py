@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from gptlm.checkpoint.folder import read
 from gptlm.data.collate import documents_in
 from gptlm.model.build import load_model
+from tests.checkpoint.made import assert_same_tensors
 from tests.recipes.test_pretrain import reference_batches, reference_run
 from tests.recipes.test_sharding import NO_DROPOUT, launch, losses, norms, run_session
 
@@ -45,6 +46,7 @@ FOUR = {  # of four
     "pp2 stage1": f"{PP} --sharding stage1 {ONE}",
     "pp4": f"--pipeline_parallel_degree 4 {ONE}",
 }
+SHARDED = {"tp2 sp pp2 v2": "tp2 stage1", "tp2 stage3": "tp2 stage3", "pp2 stage1": "pp4"}  # what resumes from it
 MASKED = " --eod_mask_loss"
 MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
@@ -147,6 +149,12 @@ def four(words, steep, corpus_folder, tmp_path_factory):
     start = folder / "tp2_pp2" / f"checkpoint-{SAVED}"
     for name in ("tp2 stage3", "tp2 pp2"):
         cases.append(case(words, folder, f"tp2 pp2 to {name}", f"{FOUR[name]} --resume_from_checkpoint {start}"))
+    for name, resumed in SHARDED.items():
+        more = "--checkpoint_format sharded --async_save"
+        cases.append(case(words, folder, f"{name} sharded", f"{FOUR[name]} {more}"))
+        start = folder / f"{name} sharded".replace(" ", "_") / f"checkpoint-{SAVED}"
+        more = f"{FOUR[resumed]} --resume_from_checkpoint {start}"
+        cases.append(case(words, folder, f"{name} sharded to {resumed}", more))
     return folder, run_session(4, cases, folder)
 
 
@@ -392,6 +400,21 @@ def test_a_checkpoint_goes_on_in_any_layout(two, wanted, pair):
 @pytest.mark.parametrize("pair", ["tp2 pp2 to tp2 stage3", "tp2 pp2 to tp2 pp2"])
 def test_a_checkpoint_goes_on_in_any_layout_of_four(four, wanted, pair):
     assert losses(four[1][pair])[-(STEPS - SAVED) :] == pytest.approx(wanted[0][SAVED:], abs=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_hold_what_one_process_writes(four, name):
+    folder, results = four
+    whole, sharded = (folder / f"{name}{form}".replace(" ", "_") for form in ("", " sharded"))
+    assert losses(results[f"{name} sharded"]) == losses(results[name])
+    for step in (SAVED, STEPS):
+        assert_same_tensors(whole / f"checkpoint-{step}", sharded / f"checkpoint-{step}")
+    final = weights(sharded)
+    assert all(torch.equal(final[key], value) for key, value in weights(whole).items())
+    again = results[f"{name} sharded to {SHARDED[name]}"]
+    exact = SHARDED[name] == name
+    assert losses(again) == (losses(results[name]) if exact else pytest.approx(losses(results[name]), abs=1e-5))
 
 
 @pytest.mark.distributed

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from gptlm.checkpoint.folder import read
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
+from tests.checkpoint.made import assert_same_tensors
 from tests.conftest import ROOT
 from tests.processes import clean_environment
 from tests.processes import run as run_processes
@@ -34,6 +35,11 @@ TINY = {  # the stage-3 settings under which even small weights are sharded
 SMALL_BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 1000}
 FLOAT16 = ("stage1 fp16 O1", "stage2 fp16 O1", "stage3 fp16 O1", "stage2 fp16 O2")
 STRATEGIES = ("ddp", "stage1", "stage2", "stage3")
+SHARDED = {  # precision, flags, what resumes from it
+    "ddp": ("", [], ()),
+    "stage2": (" O2", ["--async_save", "--save_steps", "1", "--save_total_limit", "6"], ("ddp",)),
+    "stage3": (" O2", ["--load_best_model_at_end"], ("stage3", "stage1")),
+}
 
 
 def launch(processes: int, script: str, *words: object, log: Path) -> None:
@@ -91,6 +97,13 @@ def session(tiny_model, corpus_folder, tmp_path_factory):
             checkpoint = folder / f"{saved}{kind}" / f"checkpoint-{SAVED}"
             words = [*loaded, *NO_DROPOUT, *sharding[resumed], "--resume_from_checkpoint", checkpoint]
             cases.append((f"{saved} to {resumed}{kind}", [*words, *(O2 if kind else [])]))
+    for name, (kind, more, _) in SHARDED.items():
+        words = [*loaded, *NO_DROPOUT, *sharding[name], *(O2 if kind else []), "--checkpoint_format", "sharded", *more]
+        cases.append((f"{name}{kind} sharded", words))
+        for resumed in SHARDED[name][2]:
+            checkpoint = folder / f"{name}{kind} sharded" / f"checkpoint-{SAVED}"
+            words = [*loaded, *NO_DROPOUT, *sharding[resumed], *(O2 if kind else [])]
+            cases.append((f"{name} sharded to {resumed}{kind}", [*words, "--resume_from_checkpoint", checkpoint]))
     for name in FLOAT16:
         strategy, _, level = name.split()
         words = [*loaded, *NO_DROPOUT, *sharding[strategy], "--fp16", "--fp16_opt_level", level]
@@ -176,6 +189,24 @@ def test_any_strategy_goes_on_from_any_checkpoint(session, saved, kind):
         assert found[:SAVED] == wanted[:SAVED], resumed  # the log of the run before
         assert found == pytest.approx(wanted, abs=2e-3 if kind else 2e-6), resumed
     assert losses(session[1][f"{saved} to {saved}{kind}"]) == wanted
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_hold_what_one_process_writes(session, name):
+    folder, results = session
+    kind, _, resumed_by = SHARDED[name]
+    sharded = folder / f"{name}{kind} sharded"
+    assert losses(results[sharded.name]) == losses(results[f"{name}{kind}"])
+    for step in (SAVED, STEPS):
+        assert_same_tensors(folder / f"{name}{kind}" / f"checkpoint-{step}", sharded / f"checkpoint-{step}")
+        assert read(sharded / f"checkpoint-{step}").manifest.checkpoint_format == "sharded"
+    sizes = [sum(file.stat().st_size for file in (sharded / "checkpoint-5").glob(f"*-0000{n}-of-*")) for n in (1, 2)]
+    assert max(sizes) < 1.1 * min(sizes)
+    for resumed in resumed_by:  # as from the other form
+        assert losses(results[f"{name} sharded to {resumed}{kind}"]) == losses(results[f"{name} to {resumed}{kind}"])
+    final, whole = (AutoModelForCausalLM.from_pretrained(f) for f in (sharded, folder / f"{name}{kind}"))
+    if "--load_best_model_at_end" not in SHARDED[name][1]:
+        assert all(torch.equal(x, y) for x, y in zip(final.state_dict().values(), whole.state_dict().values()))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -2,13 +2,17 @@
 
 A checkpoint is written into `.checkpoint-N.incomplete`, flushed, given a manifest and renamed to `checkpoint-N`
 (folder.py). Weights are a plain GPT-2 or PEFT folder, the optimizer state is independent of world size, ZeRO stage and
-precision (optimizer_state.py).
+precision (optimizer_state.py); or each process writes its share of both (shards.py).
 """
 
 import logging
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,14 @@ from transformers import TrainingArguments
 
 from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
-from gptlm.checkpoint import optimizer_state, random_states
-from gptlm.checkpoint.manifest import Manifest
+from gptlm.checkpoint import optimizer_state, random_states, shards
+from gptlm.checkpoint.manifest import SHARDED, STOCK, Manifest
 from gptlm.disk import sync_folder, sync_tree
 from gptlm.errors import GptlmError
 from gptlm.model.build import StoredWeights
+from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.lora import StoredAdapters, save_adapters
+from gptlm.model.safetensors_io import save_model_weights
 from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, gather_tensors, local_shard
@@ -49,6 +55,8 @@ class Checkpointer:
         checked: a checkpoint whose files have been compared with their checksums.
         resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
         mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
+        sharded: each process writes its own share of a checkpoint (shards.py).
+        in_background: training goes on when the shares are copied to host memory; needs `sharded`.
     """
 
     def __init__(
@@ -63,12 +71,17 @@ class Checkpointer:
         resume_weights_only: bool = False,
         mesh: Mesh | None = None,
         chunks: int = 1,
+        sharded: bool = False,
+        in_background: bool = False,
     ):
         self.manifest, self.keep, self.protected, self.run_file = manifest or {}, keep, protected, run_file
         self.card, self.checked, self.resume_weights_only = card, checked, resume_weights_only
         self.mesh, self.layout = mesh, [1, 1, 1]
         if mesh is not None:  # degrees of tensor and pipeline parallelism, and chunks
             self.layout = [mesh.dims.tensor, mesh.dims.pipeline, chunks]
+        self.sharded, self.in_background = sharded, in_background
+        self._group: Any = None  # of the threads that write
+        self._pending: shards.Save | None = None
 
     def attach(self, model: Any, args: TrainingArguments, tokenizer: Any) -> None:
         """Called by the trainer: `model` is the one without wrappers."""
@@ -86,40 +99,47 @@ class Checkpointer:
         """Write checkpoint-N of step N; `fields` are added to its manifest.
 
         Raises:
-            GptlmError: if it cannot be written; older checkpoints stay complete.
+            GptlmError: if it, or the one before it, cannot be written; older checkpoints stay complete.
         """
+        self.wait()
         staging = checkpoint.staging_folder(self.output_dir, state.global_step)
         with checkpoint.writing(staging, "the checkpoint"):
             if self.args.should_save:
                 checkpoint.start(staging)
             self._barrier()
             self._write(staging, state, optimizer)
+            own = {
+                "global_step": state.global_step,
+                "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
+                "loss_scale": loss_scale.state_dict() if loss_scale is not None else None,
+                "world_size": self.args.world_size,
+                "layout": self.layout,
+                "weights_only": self.args.save_only_model,
+                "checkpoint_format": SHARDED if self.sharded else STOCK,
+            }
+            best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+            commit = partial(self._commit, staging, {**self.manifest, **own, **fields}, best)
+            if self.sharded:
+                self._write_shards(staging, state.global_step, optimizer, commit)
+                return
             self._barrier()  # all ranks have written their part
             if self.args.should_save:
-                own = {
-                    "global_step": state.global_step,
-                    "optimizer_steps": scheduler.last_epoch,  # fewer than global_step where float16 skipped some
-                    "loss_scale": loss_scale.state_dict() if loss_scale is not None else None,
-                    "world_size": self.args.world_size,
-                    "layout": self.layout,
-                    "weights_only": self.args.save_only_model,
-                }
-                final = checkpoint.commit(staging, {**self.manifest, **own, **fields}, self.protected)
-                names = (f"{final.name}/{name}" for name in owned.files_of_checkpoint(final))
-                owned.note(self.output_dir, names, owned.RUN)
-                logger.info("checkpoint written to %s", final)
-                best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-                for old in checkpoint.rotate(self.output_dir, self.keep, best, final, self.protected):
-                    logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
+                commit()
             self._barrier()
 
     def _write(self, folder: Path, state: Any, optimizer: Any) -> None:
-        self.save_model(folder)
-        if self.card is not None and self.args.should_save and not self.has_adapters:  # adapters have theirs
-            (folder / owned.CARD).write_text(self.card(state.global_step), encoding="utf-8")
+        """All files but those of shards."""
+        if not self.sharded:
+            self.save_model(folder)
+            if self.card is not None and self.args.should_save and not self.has_adapters:  # adapters have theirs
+                (folder / owned.CARD).write_text(self.card(state.global_step), encoding="utf-8")
+        elif self.args.should_save:
+            self._save_settings(folder)
+            self.model.save_settings(folder)
         if not self.args.save_only_model:
-            tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
-            optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)
+            if not self.sharded:
+                tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
+                optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)
             random_states.save(folder / self._rng_file)
         if state.best_global_step:  # every rank has to know it: all of them load it in the end
             best = self.output_dir / f"checkpoint-{state.best_global_step}"
@@ -128,12 +148,55 @@ class Checkpointer:
         if self.args.should_save:
             state.save_to_json(str(folder / checkpoint.HISTORY))
 
+    def _write_shards(self, folder: Path, step: int, optimizer: Any, commit: Callable[..., None]) -> None:
+        """The share of each process; the first one commits the checkpoint when all are written."""
+        inner, weights_only = inner_optimizer(optimizer), self.args.save_only_model
+        parts = shards.held_parts(self.model, inner, self.mesh, weights_only=weights_only)
+        if not self.in_background:
+            shards.Save(folder, parts, step, commit).run()
+            return
+        if self.args.world_size > 1 and self._group is None:  # training uses the other groups meanwhile
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
+        self._pending = shards.Save(folder, shards.copied(parts), step, commit, self._group)
+        self._barrier()  # all ranks have written their other files
+        self._pending.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is written in the background is complete.
+
+        Raises:
+            GptlmError: if it cannot be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with checkpoint.writing(pending.folder, "the checkpoint"):
+                pending.wait()
+
+    def close(self) -> None:
+        """Let the thread that writes a checkpoint end, after an error of the run, too."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with suppress(Exception):  # the run has another error already
+                pending.wait()
+
+    def _commit(
+        self, staging: Path, fields: Mapping[str, Any], best: Path | None, known: Mapping[str, str] | None = None
+    ) -> None:
+        """Name the finished folder `staging`, and remove older checkpoints beyond the limit."""
+        final = checkpoint.commit(staging, fields, self.protected, known)
+        names = (f"{final.name}/{name}" for name in owned.files_of_checkpoint(final))
+        owned.note(self.output_dir, names, owned.RUN)
+        logger.info("checkpoint written to %s", final)
+        for old in checkpoint.rotate(self.output_dir, self.keep, best, final, self.protected):
+            logger.info("checkpoint %s removed (save_total_limit %s)", old, self.keep)
+
     def save_final(self) -> None:
         """Write the final model and tokenizer into the output folder: complete first, then under their names.
 
         Raises:
             GptlmError: if they cannot be written; an older model stays complete.
         """
+        self.wait()
         staging = self.output_dir / FINAL
         with checkpoint.writing(self.output_dir, "the final model"):
             try:
@@ -159,19 +222,40 @@ class Checkpointer:
 
     def save_model(self, folder: Path) -> None:
         """The model as a plain GPT-2 folder, adapters as a plain PEFT folder; all ranks take part, rank 0 writes."""
+        tensors = self._whole_tensors(self._trained_values())
+        if self.sharded:
+            self._save_tensor_by_tensor(folder, tensors)
+            return
         weights = {}
-        for name, tensor in self._whole_tensors(self._trained_values()):
+        for name, tensor in tensors:
             if self.args.should_save:
                 weights[name] = tensor if self.mesh is None else tensor.cpu()
         if not self.args.should_save:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.run_file is not None:
-            (folder / checkpoint.RUN_FILE).write_text(self.run_file, encoding="utf-8")
+        self._save_settings(folder)
         if self.has_adapters:
             save_adapters(self.model, weights, folder)
         else:
             self.model.save_pretrained(folder, state_dict=weights)
+
+    def _save_tensor_by_tensor(self, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """A plain GPT-2 folder of a model that may be larger than the memory of rank 0."""
+        if not self.args.should_save:
+            deque(tensors, maxlen=0)  # gathering them is collective
+            return
+        self._save_settings(folder)
+        self.model.save_settings(folder)
+        stock = (
+            (name, (tensor.t() if name.endswith(CONV1D_WEIGHTS) else tensor).cpu().contiguous())
+            for name, tensor in tensors
+        )
+        save_model_weights(folder, stock)
+
+    def _save_settings(self, folder: Path) -> None:
+        """The run as a file, and the tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.run_file is not None:
+            (folder / checkpoint.RUN_FILE).write_text(self.run_file, encoding="utf-8")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -236,6 +320,7 @@ class Checkpointer:
         Raises:
             GptlmError: if they are damaged.
         """
+        self.wait()
         self.read(folder, weights=True)
         get: Callable[[str], Tensor] = self._stored(folder).get
         for name, parameter in optimizer_state.trained(self.model):

@@ -8,6 +8,7 @@ renamed to `checkpoint-N`. One whose manifest does not match its files is skippe
     README.md                    the model card
     run.json                     the run as an argument file
     optimizer-*.safetensors      the optimizer state (optimizer_state.py); not with save_only_model
+    weights-*.safetensors, shards.json   a sharded one: the parts of each process (shards.py), not model.safetensors
     rng_state*.json              random states of each process; not with save_only_model
     trainer_state.json           the log history and the state of transformers' Trainer
     manifest.json                manifest.py: step, samples, order and settings; files, their sizes and checksums
@@ -28,7 +29,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from gptlm import owned
-from gptlm.checkpoint.manifest import MANIFEST, Manifest, manifest_text, parse_manifest
+from gptlm.checkpoint.manifest import MANIFEST, SHARDED, Manifest, manifest_text, parse_manifest
 from gptlm.checksums import file_checksums
 from gptlm.disk import is_write_error, replacing, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, doing, is_out_of_memory, reason_of
@@ -57,18 +58,22 @@ def staging_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f".checkpoint-{step}.incomplete"
 
 
-def commit(staging: Path, fields: Mapping[str, Any], read: Collection[str] = ()) -> Path:
+def commit(
+    staging: Path, fields: Mapping[str, Any], read: Collection[str] = (), known: Mapping[str, str] | None = None
+) -> Path:
     """Give the finished folder `staging` its manifest and its final name.
 
     An older checkpoint of that name is replaced; what gptlm did not write is renamed to `left-NAME`.
 
     Args:
         read: names of checkpoints that the run reads its model from; they are renamed, too.
+        known: checksums of files whose writers have computed them.
     """
     files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
-    with file_checksums([staging / name for name in files]) as sums:  # from the page cache, while the disk is written
+    others = [name for name in files if name not in (known or {})]
+    with file_checksums([staging / name for name in others]) as sums:  # from the page cache, while the disk is written
         sync_tree(staging)
-        checksums = dict(zip(files, sums, strict=True))
+        checksums = {**(known or {}), **dict(zip(others, sums, strict=True))}
     with replacing(staging / MANIFEST) as manifest:
         manifest.write(manifest_text(fields, files, checksums).encode())
     final = staging.with_name(staging.name.removeprefix(".").removesuffix(".incomplete"))
@@ -159,9 +164,21 @@ def check_content(found: Checkpoint, *, weights: bool = False) -> None:
             f"the checkpoint {path} is damaged: the content of {', '.join(damaged)} is not what was written (the "
             f"checksum{'s differ' if len(damaged) > 1 else ' differs'})"
         )
+    if found.manifest.checkpoint_format == SHARDED:
+        _check_shards(path)
     _check_history(path, found.manifest.global_step)
     if found.manifest.checksums is None and not weights:
         _check_random_states(path)
+
+
+def _check_shards(path: Path) -> None:
+    """Raises GptlmError if the index of a sharded checkpoint is damaged, or does not fit its files."""
+    from gptlm.model.shards import ShardedTensors  # takes a second: the command line reads manifests without it
+
+    try:
+        ShardedTensors(path).check()
+    except GptlmError as error:
+        raise GptlmError(f"the checkpoint {path} is damaged: {error.marked}") from error
 
 
 def _check_history(path: Path, step: int) -> None:

@@ -16,6 +16,7 @@ MANIFEST = "manifest.json"
 SUMS, OWN_SUM = ALGORITHM, f"manifest_{ALGORITHM}"
 LONGEST_NAME = 255  # of a file, on every file system
 LOSS_SCALE = ("value", "good_steps", "overflows_left")
+STOCK, SHARDED = FORMATS = ("hf", "sharded")  # of the weights and the optimizer state
 MISSING = object()
 
 
@@ -35,6 +36,7 @@ class Manifest:
         task: that wrote it; None: unknown.
         epoch_position: epoch, and samples of it that have been trained; None: not by epochs, or unknown.
         evaluation_is_due: a signal ended the run before the evaluation of this step was finished.
+        checkpoint_format: one of FORMATS.
         files: their sizes in bytes, by path in the folder.
         checksums: by the same paths; None: of a version that noted none.
     """
@@ -53,6 +55,7 @@ class Manifest:
     epoch_position: list[int] | None
     steps_without_loss: int
     evaluation_is_due: bool
+    checkpoint_format: str
     files: dict[str, int]
     checksums: dict[str, str] | None
 
@@ -149,5 +152,6 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # whether it is v
     "epoch_position": (lambda value: value is None or _are_counts(2)(value), "two whole numbers", None),
     "steps_without_loss": (_is_count, _COUNT, 0),
     "evaluation_is_due": (_is_flag, "true or false", False),
+    "checkpoint_format": (lambda value: value in FORMATS, " or ".join(FORMATS), STOCK),
     "files": (_are_files, "sizes by paths inside the folder", MISSING),
 }

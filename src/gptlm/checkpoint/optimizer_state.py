@@ -10,7 +10,7 @@ step count.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from gptlm.errors import GptlmError
 from gptlm.model.safetensors_io import LazyTensors, save_shards
+from gptlm.model.shards import ShardedTensors
+from gptlm.model.shards_index import is_sharded
 from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, local_shard
-from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state
+from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state, own_state_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NUMBER = "|number"
@@ -53,7 +55,7 @@ def files(folder: Path) -> list[Path]:
 
 def gather(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """All state tensors of this process's parameters, without ZeRO's partition; every rank has to take them."""
-    return _sharded(model, optimizer) if _is_zero(optimizer) else _plain(model, optimizer)
+    return _sharded(model, optimizer) if is_zero(optimizer) else _plain(model, optimizer)
 
 
 def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: int, mesh: Mesh | None = None) -> None:
@@ -68,7 +70,7 @@ def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: in
         GptlmError: if a tensor is missing or of another shape.
     """
     stored = StoredStates(folder, weights, mesh)
-    if _is_zero(optimizer):
+    if is_zero(optimizer):
         _load_sharded(stored, model, optimizer, steps)
     else:
         _load_plain(stored, model, optimizer, steps)
@@ -79,7 +81,9 @@ class StoredStates:
 
     def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None):
         self.folder, self.weights, self.mesh = folder, weights, mesh
-        self.tensors = LazyTensors(files(folder))
+        self.tensors: Mapping[str, Tensor] = (
+            ShardedTensors(folder) if is_sharded(folder) else LazyTensors(files(folder))
+        )
 
     def weight(self, name: str) -> Tensor:
         """The most precise copy there is of a parameter."""
@@ -102,8 +106,9 @@ class StoredStates:
     def _kinds(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for key in self.tensors:
-            name, _, kind = key.partition("|")
-            found.setdefault(name, []).append(kind)
+            name, mark, kind = key.partition("|")
+            if mark:
+                found.setdefault(name, []).append(kind)
         return found
 
     def _get(self, key: str) -> Tensor:
@@ -117,7 +122,8 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _is_zero(optimizer: Any) -> bool:
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a ZeRO optimizer of DeepSpeed."""
     return hasattr(optimizer, "loss_scaler") and not isinstance(optimizer, torch.optim.Optimizer)
 
 
@@ -133,6 +139,26 @@ def _is_count(kind: str) -> bool:
 def _is_adamw(optimizer: Any) -> bool:
     """Whether it is torch's AdamW or DeepSpeed's: state is the moments."""
     return isinstance(optimizer, torch.optim.Adam) or type(optimizer).__module__.startswith("deepspeed")
+
+
+def local(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Sequence[int], int, Tensor]]:
+    """The state that this process keeps, as it lies in its memory; no collective operation.
+
+    Yields:
+        (parameter, kind, shape, start, values): values are the elements of a tensor of that shape from `start` on,
+        which under tensor parallelism is a shard.
+    """
+    if not is_zero(optimizer):
+        for name, value in _plain(model, optimizer):
+            yield *name.split("|", 1), value.shape, 0, value.detach().reshape(-1)  # type: ignore[misc]
+        return
+    kinds, masters = _kinds_under_zero(model, optimizer)
+    for name, parameter in trained(model):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        for kind in [*(["master"] if masters else []), *kinds]:
+            own = own_state_range(optimizer, parameter, None if kind == "master" else kind)
+            if own is not None:
+                yield name, kind, shape, *own
 
 
 # One process, or replicas that each hold everything ---------------------------------------------------------------
@@ -203,16 +229,21 @@ def _load_plain(stored: StoredStates, model: nn.Module, optimizer: Any, steps: i
 def _sharded(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    kinds, masters = _kinds_under_zero(model, optimizer)
+    for name, parameter in trained(model):
+        if masters:
+            yield f"{name}|master", safe_get_full_fp32_param(parameter)
+        for kind in kinds:
+            yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
+
+
+def _kinds_under_zero(model: nn.Module, optimizer: Any) -> tuple[Sequence[str], bool]:
+    """What is kept of each parameter besides its float32 copy, and whether that is kept, too."""
     stepped = bool(optimizer.optimizer.state)  # not where float16 has skipped every step so far
     if stepped:
         link_optimizer_state(optimizer)
     kinds = MOMENTS if _is_adamw(optimizer.optimizer) else _kinds_of_parts(optimizer)
-    half = trained(model)[0][1].dtype != torch.float32
-    for name, parameter in trained(model):
-        if half:
-            yield f"{name}|master", safe_get_full_fp32_param(parameter)
-        for kind in kinds if stepped else ():
-            yield f"{name}|{kind}", safe_get_full_optimizer_state(parameter, kind)
+    return kinds if stepped else (), trained(model)[0][1].dtype != torch.float32
 
 
 def _kinds_of_parts(optimizer: Any) -> list[str]:

@@ -10,6 +10,7 @@ from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.batch import Batch
+from gptlm.config.checkpoints import derive_checkpoint_format
 from gptlm.config.deepspeed_file import take_deepspeed
 from gptlm.config.derive import degrees_fit, derive_batch, derive_degrees, derive_schedule
 from gptlm.config.model_size import ModelSource, derive_shape
@@ -230,6 +231,8 @@ def resolve(
         derive_degrees(parsed, dims)
         if degrees_fit(parsed[ParallelArguments], dims):
             tried(lambda: derive_batch(parsed, dims, global_evaluation=global_evaluation), problems)
+        if shape is not None:
+            derive_checkpoint_format(parsed, shape, dims)
     derive_schedule(parsed)
     problems += [*problems_of(parsed, dims, source, printing), *own_problems()]
     if problems or source is None or shape is None or dims is None:

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.training import ParallelArguments, TrainingArguments
+from gptlm.config.checkpoints import checkpoint_problems
 from gptlm.config.optimizers import optimizer_problems
 from gptlm.config.parser import Parsed
 from gptlm.config.problem import Problem
@@ -24,6 +25,7 @@ def option_problems(parsed: Parsed, dims: ParallelDims | None) -> Iterator[Probl
             yield Problem("report_to", f"{tracker!r}: expected {', '.join(TRACKERS)}")
     _note_idle(parsed, training)
     yield from optimizer_problems(parsed, dims)
+    yield from checkpoint_problems(parsed)
     if not training.do_train:
         return
     evaluates = training.evaluation_strategy != "no"

@@ -14,6 +14,7 @@ from pathlib import Path
 from gptlm.errors import GptlmError, named
 from gptlm.model.files import CONFIG
 from gptlm.model.safetensors_io import tensor_shapes, weight_files
+from gptlm.model.shards_index import is_sharded
 
 NAMES = {
     "hf": "HuggingFace GPT-2",
@@ -60,7 +61,7 @@ class Found:
     others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = NAMES[self.kind]
+        text = "gptlm, sharded" if is_sharded(self.folder) and self.kind == "hf" else NAMES[self.kind]
         if self.kind != "hf":
             text += f", tensor parallel {len(self.files[0])}"
             text += f", pipeline {len(self.files)}" if self.arguments_file is None else ""

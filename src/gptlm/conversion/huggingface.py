@@ -15,6 +15,8 @@ from gptlm.conversion.trainer_checkpoint import TrainerCheckpoint
 from gptlm.errors import GptlmError
 from gptlm.model.files import CONFIG, read_config, shape_of_config
 from gptlm.model.safetensors_io import LazyTensors
+from gptlm.model.shards import StockWeights
+from gptlm.model.shards_index import is_sharded
 from gptlm.pickles.torch_file import read_torch
 
 HEAD = "lm_head.weight"
@@ -32,7 +34,7 @@ VARIANTS: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 class HuggingFaceSource(Source):
-    """A folder with safetensors or pytorch_model.bin.
+    """A folder with safetensors or pytorch_model.bin, or a sharded checkpoint of gptlm.
 
     Raises:
         GptlmError: if files are missing or damaged, or tensors are missing or unknown.
@@ -47,7 +49,7 @@ class HuggingFaceSource(Source):
         self.epsilon = float(self.arguments.get("layer_norm_epsilon", 1e-5))
         hidden, attention = (float(self.arguments.get(key, 0.1)) for key in ("resid_pdrop", "attn_pdrop"))
         self.dropouts = (hidden, attention)
-        self.tensors = _tensors_in(found.files[0])
+        self.tensors = StockWeights(found.folder) if is_sharded(found.folder) else _tensors_in(found.files[0])
         self._check_names()
         if options.vocab_size:
             self.set_vocabulary(self.shape.vocab_size, None, options, "")

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config
+from transformers import GenerationConfig, GPT2Config
 from transformers.initialization import no_init_weights
 
 from gptlm.errors import GptlmError, is_out_of_memory, named, reason_of
-from gptlm.model.files import ADAPTER_CONFIG, CONFIG, CONV1D_WEIGHTS, shape_of_config
+from gptlm.model.files import ADAPTER_CONFIG, CONFIG, CONV1D_WEIGHTS, GENERATION_CONFIG, shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.pretrained import load_pretrained
-from gptlm.model.safetensors_io import LazyTensors, weight_files
+from gptlm.model.safetensors_io import weight_files
+from gptlm.model.shards import StockWeights, model_tensors
+from gptlm.model.shards_index import is_sharded
 from gptlm.pickles.torch_file import read_torch
 
 SUPPORTED = {  # config key -> the values that our network implements
@@ -52,7 +54,7 @@ def new_model(
 
 def check_memory(shape: Shape) -> None:
     """Raises GptlmError if float32 weights of `shape` need more memory than the machine has."""
-    count = _matrix_weights(shape)
+    count = shape.weights
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 4 * count > memory:
         raise GptlmError(
@@ -62,17 +64,10 @@ def check_memory(shape: Shape) -> None:
         )
 
 
-def _matrix_weights(shape: Shape) -> int:
-    """Weights of the matrices and embeddings, which are nearly all weights."""
-    width, inner = shape.hidden_size, shape.intermediate_size
-    layer = 4 * width * width + 2 * width * inner
-    return shape.num_hidden_layers * layer + (shape.vocab_size + shape.max_position_embeddings) * width
-
-
 def _check_size(folder: Path) -> None:
     """Raises GptlmError if the config has more weights than the files can hold, before memory is allocated for them."""
     files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and path.is_file()]
-    count, size = _matrix_weights(shape_of_config(folder / CONFIG)), sum(path.stat().st_size for path in files)
+    count, size = shape_of_config(folder / CONFIG).weights, sum(path.stat().st_size for path in files)
     if files and count > size:  # no format takes less than a byte for a weight
         raise GptlmError(
             f"the config of {folder} has sizes of {count:,} weights, its files hold {size:,} bytes: config.json and "
@@ -139,7 +134,11 @@ def load_model(
         config = loaded_config(source, hidden_dropout, attention_dropout)
         _check_size(Path(source))
         _check_pickles(Path(source))
-        loaded: Any = load_pretrained(GPTLMHeadModel, source, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any
+        if is_sharded(Path(source)):
+            loaded = _load_sharded(Path(source), config, dtype)
+        else:
+            loaded = load_pretrained(GPTLMHeadModel, source, config=config, dtype=dtype, output_loading_info=True)
     except GptlmError:
         raise
     except Exception as error:  # safetensors, json, huggingface_hub and torch have error types of their own
@@ -162,6 +161,25 @@ def load_model(
     if vocab_size is not None and vocab_size > model.config.vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
+
+
+@torch.no_grad()
+def _load_sharded(folder: Path, config: GPT2Config, dtype: torch.dtype) -> tuple[GPTLMHeadModel, dict[str, list[str]]]:
+    """The network with the weights of a sharded checkpoint, and the names that do not fit, as transformers does it."""
+    stored, model = StockWeights(folder), blank_model(config).to(dtype=dtype)  # type: ignore[call-arg]
+    model.name_or_path = str(folder)
+    own = dict(model.named_parameters())
+    mismatched = [name for name in own if name in stored and stored.shape(name) != tuple(own[name].shape)]
+    for name, weight in own.items():
+        if name in stored and name not in mismatched:
+            weight.copy_(stored.tensors[name])
+    if (folder / GENERATION_CONFIG).is_file():
+        model.generation_config = load_pretrained(GenerationConfig, str(folder))
+    return model, {
+        "missing_keys": [name for name in own if name not in stored],
+        "mismatched_keys": mismatched,
+        "unexpected_keys": [name for name in stored if name not in own],
+    }
 
 
 def loaded_config(
@@ -193,7 +211,7 @@ class StoredWeights:
 
     def __init__(self, source: str):
         self.source = source
-        self.tensors = LazyTensors.of_model(Path(source))
+        self.tensors = model_tensors(Path(source))
 
     def get(self, name: str) -> torch.Tensor:
         """One weight in float32.

@@ -11,7 +11,8 @@ from gptlm.model.presets import Shape
 # Files of a model folder (transformers), of an adapter folder (PEFT), and of a tokenizer (tokenizers, GPT-2, BERT).
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+SHARDS_INDEX = "shards.json"  # of a sharded checkpoint of gptlm
+WEIGHT_FILES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", SHARDS_INDEX)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY, MERGES, WORD_LIST = "vocab.json", "merges.txt", "vocab.txt"

@@ -402,10 +402,19 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if kwargs.get("is_main_process", True):
             for file in Path(save_directory).glob("*.safetensors"):
                 apply_umask(file)
-            in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer disables it
-            self.config.architectures = ["GPT2LMHeadModel"]
-            self.config.save_pretrained(save_directory)
-            self.config.use_cache = in_training
+            self._save_config(save_directory)
+
+    def save_settings(self, folder: Path) -> None:
+        """Save what `save_pretrained` saves, without the weights."""
+        self.config.dtype = self.dtype
+        self._save_config(folder)
+        saved_generation(self.generation_config).save_pretrained(folder)
+
+    def _save_config(self, folder: str | PathLike[str]) -> None:
+        in_training, self.config.use_cache = self.config.use_cache, True  # the Trainer disables it
+        self.config.architectures = ["GPT2LMHeadModel"]
+        self.config.save_pretrained(folder)
+        self.config.use_cache = in_training
 
 
 def saved_generation(config: GenerationConfig) -> GenerationConfig:

@@ -28,6 +28,7 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.pretrained import load_pretrained
 from gptlm.model.quantization import known_to_peft
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
+from gptlm.model.shards import model_tensors
 from gptlm.quiet import warnings_ignored
 from gptlm.upstream.peft import keep_trained_rows
 
@@ -216,15 +217,15 @@ def fingerprint_of(folder: Path) -> str | None:
     """
     digest = hashlib.sha256()
     try:
-        stored = LazyTensors.of_model(folder)
+        stored = model_tensors(folder)
         names = {name.removeprefix("transformer."): name for name in stored}  # the oldest files lack the prefix
         layers = sorted({int(name.split(".")[1]) for name in names if name.startswith("h.")})
         chosen = {str(layer) for layer in layers[:: max(1, len(layers) // SAMPLED_LAYERS)]}
         for name in sorted(names):
             if not name.endswith(SAMPLED) or (name.startswith("h.") and name.split(".")[1] not in chosen):
                 continue
-            tensor = stored.part(names[name])
-            count = tensor.get_shape()[0]
+            tensor: Any = stored.part(names[name]) if isinstance(stored, LazyTensors) else stored[names[name]]
+            count = (tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())[0]
             if name == "wte.weight":  # rows of added tokens do not change the fingerprint
                 count = min(count, SAMPLED_VOCABULARY)
             for row in range(0, count, max(1, count // SAMPLED_ROWS)):

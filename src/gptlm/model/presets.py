@@ -14,6 +14,13 @@ class Shape:
     vocab_size: int
     max_position_embeddings: int = 1024
 
+    @property
+    def weights(self) -> int:
+        """Weights of the matrices and embeddings, which are nearly all weights."""
+        width = self.hidden_size
+        layer = 4 * width * width + 2 * width * self.intermediate_size
+        return self.num_hidden_layers * layer + (self.vocab_size + self.max_position_embeddings) * width
+
 
 @dataclass(frozen=True)
 class Preset:

@@ -18,6 +18,7 @@ from gptlm.disk import apply_umask
 from gptlm.errors import GptlmError, reason_of
 from gptlm.json_text import parse_json
 from gptlm.model.files import WEIGHTS, WEIGHTS_INDEX
+from gptlm.model.shards_index import is_sharded, read_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not index.is_file():
-        return []
+        return [folder / name for name in read_index(folder).weight_files] if is_sharded(folder) else []
     try:
         names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         if other := [name for name in names if not name or Path(name).name != name]:

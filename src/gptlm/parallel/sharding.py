@@ -9,6 +9,7 @@ If the vocabulary does not divide, the first processes have one row more than th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from gptlm.parallel.process_groups import Mesh
 
 EMBEDDING = "transformer.wte.weight"
+Box = tuple[int, int, int, int]
 OUTPUT = "lm_head.weight"  # the copy of the embedding on the last of several pipeline stages
 
 
@@ -78,6 +80,33 @@ def checkpoint_name(name: str) -> str:
 def local_shard(mesh: Mesh | None, name: str, tensor: Tensor) -> Tensor:
     """This process's shard of a full tensor."""
     return tensor if mesh is None else shard(name, tensor, mesh.tensor_rank, mesh.dims.tensor)
+
+
+def boxes_of(mesh: Mesh | None, name: str, shape: Sequence[int], vocabulary: int) -> tuple[list[int], list[Box]]:
+    """The shape of the full tensor, and which boxes of it this process's shard holds, one after the other.
+
+    Args:
+        shape: of the shard.
+        vocabulary: rows of the full embedding.
+
+    Returns:
+        for each box first row, end of the rows, first column, end of the columns; a vector is one column.
+    """
+    rows, columns = (shape[0], prod(shape[1:])) if shape else (1, 1)
+    kind, rank, degree = split_of(name), 0, 1
+    if mesh is not None:
+        rank, degree = mesh.tensor_rank, mesh.dims.tensor
+    if not kind or degree == 1:
+        return list(shape), [(0, rows, 0, columns)]
+    if kind == "columns":
+        return [rows, columns * degree], [(0, rows, rank * columns, (rank + 1) * columns)]
+    if kind == "rows":
+        total = vocabulary if name in (EMBEDDING, OUTPUT) else rows * degree
+        first = _range(rank, degree, total).start
+        return [total, *shape[1:]], [(first, first + rows, 0, columns)]
+    own, whole = rows // 3, rows // 3 * degree
+    firsts = [part * whole + rank * own for part in range(3)]
+    return [rows * degree, *shape[1:]], [(first, first + own, 0, columns) for first in firsts]
 
 
 def gather_tensors(mesh: Mesh, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -326,6 +326,7 @@ def _end_by_signal(trainer: Any, last_logged: int) -> NoReturn:
         trainer.train_loss.look(pending)
         _check_loss(trainer, pending, last_logged)
         _save(trainer)
+    trainer.checkpointer.wait()
     trainer.runner.close()
     trainer.fire("on_train_end")
     if not stop.saves:
@@ -379,6 +380,7 @@ def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
 def _finish(trainer: Any, begun: float, last_logged: int) -> TrainOutput:
     """The results of the run, and the best model if it is asked for."""
     trainer.runner.close()
+    trainer.checkpointer.wait()
     state, steps = trainer.state, trainer.state.global_step - trainer.progress.start_step
     pending = _mean_of_processes(trainer, trainer.train_loss.pending)
     _check_loss(trainer, pending, last_logged)  # the last steps may have been neither logged nor saved

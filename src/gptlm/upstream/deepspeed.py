@@ -53,8 +53,16 @@ STATE = (
     Needed(*_ZERO_2, uses=("_hp_optimizer_states_linked",)),
     Needed(*_ZERO_3, uses=("fp32_partitioned_groups_flat",)),
 )
+SHARDS = (
+    Needed(_ZERO_3[0], "DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param", ("param", "optim_state_key")),
+    Needed(*_ZERO_3, uses=("fp16_groups",)),
+    Needed("deepspeed.runtime.zero.partition_parameters", "Init", uses=("ds_tensor", "ds_numel", "ds_process_group")),
+    Needed("deepspeed.utils.tensor_fragment", "tensor_fragment.get_hp_fragment", ("optim_state_key",)),
+    Needed("deepspeed.utils.tensor_fragment", "tensor_fragment", ("lp_fragment_address",)),
+    Needed("deepspeed.utils.tensor_fragment", "get_full_hp_param", uses=("_hp_mapping", "lp_fragment_address")),
+)
 LINEAR = (Needed("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3.forward", ("input", "weight", "bias")),)
-ALL = (*MPU, *LOSS_SCALE, *COPIES, *FLAT_GRAD_SYNC, *STATE, *LINEAR)
+ALL = (*MPU, *LOSS_SCALE, *COPIES, *FLAT_GRAD_SYNC, *STATE, *SHARDS, *LINEAR)
 
 
 def import_deepspeed() -> None:
@@ -276,6 +284,51 @@ def link_optimizer_state(optimizer: Any) -> None:
 
 def is_stage3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def own_weight_range(parameter: Any) -> tuple[int, Tensor] | None:
+    """Stage 3: the first element of `parameter` that this rank keeps, and its elements from there on, without padding.
+
+    None: of another stage, where each rank keeps the whole parameter.
+    """
+    if not hasattr(parameter, "ds_id"):
+        return None
+    start, stop = _range_of(parameter)
+    return start, parameter.ds_tensor.detach().view(-1)[: stop - start]
+
+
+def own_state_range(optimizer: Any, parameter: Any, kind: str | None) -> tuple[int, Tensor] | None:
+    """The first element of `parameter` whose state this rank keeps, and its state from there on; None: it has none.
+
+    Args:
+        kind: of the state; None: the float32 copy.
+    """
+    require("deepspeed", SHARDS, "a sharded checkpoint")
+    if is_stage3(optimizer):
+        start, stop = _range_of(parameter)
+        return start, optimizer.get_local_fp32_param(parameter, kind).detach().view(-1)[: stop - start]
+    mapping = parameter._hp_mapping
+    if mapping is None:  # the parameter lies in the flat parts of other ranks
+        return None
+    return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind).detach()
+
+
+def partition_count(optimizer: Any) -> int:
+    """Processes that together hold the state of a ZeRO optimizer once."""
+    from deepspeed import comm
+
+    if is_stage3(optimizer):
+        return int(comm.get_world_size(group=optimizer.fp16_groups[0][0].ds_process_group))
+    return int(comm.get_world_size(group=optimizer.dp_process_group))
+
+
+def _range_of(parameter: Any) -> tuple[int, int]:
+    """The elements of a parameter of stage 3 that lie in this rank's partition."""
+    from deepspeed import comm
+
+    size, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
+    start = comm.get_rank(group=parameter.ds_process_group) * size
+    return min(start, total), min(start + size, total)
 
 
 def flat_partitions(optimizer: Any) -> list[Tensor]:

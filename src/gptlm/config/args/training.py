@@ -276,6 +276,15 @@ class TrainingArguments:
     save_on_signal: bool = arg(
         True, "SIGTERM and SIGHUP save a checkpoint before they end the run; 0: they end it after the step"
     )
+    checkpoint_format: str | None = arg(
+        None,
+        "hf: a checkpoint is a GPT-2 folder that one process writes; sharded: each process writes its share; unset: "
+        "sharded with several processes and more than 1 billion weights, hf for adapters",
+        choices=("hf", "sharded"),
+    )
+    async_save: bool = arg(
+        False, "checkpoint_format sharded: training goes on when the checkpoint is copied to host memory"
+    )
     save_total_limit: int | None = arg(None, "maximum number of checkpoints to keep; unset: all", ge=1)
     load_best_model_at_end: bool = arg(False, "load the best checkpoint at the end of training")
     metric_for_best_model: str | None = arg(None, "metric of the best checkpoint; unset: loss")

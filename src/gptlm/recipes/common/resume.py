@@ -18,7 +18,7 @@ from gptlm.config.run import Run
 from gptlm.conversion.trainer_checkpoint import is_trainer_checkpoint
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.locks import locked
-from gptlm.model.files import ADAPTER_CONFIG, shape_of_config
+from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, shape_of_config
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.output_folder import read_checkpoints
@@ -104,7 +104,7 @@ def find_resume_checkpoint(
                 f"would be replaced; give another {named('output_dir')}, or leave {named('resume_from_checkpoint')} out"
             )
     if found is None:
-        if any((output_dir / name).exists() for name in ("model.safetensors", "adapter_model.safetensors")):
+        if any((output_dir / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX, ADAPTER_WEIGHTS)):
             raise GptlmError(
                 f"{output_dir} holds a model but no checkpoint to resume from; give another --output_dir, or "
                 "--overwrite_output_dir to replace it"

@@ -20,6 +20,7 @@ from transformers import TrainingArguments as HFTrainingArguments
 from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.checkpointer import Checkpointer
+from gptlm.checkpoint.manifest import SHARDED
 from gptlm.config.args.training import TrainingArguments
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, doing
@@ -200,6 +201,8 @@ def build_trainer(
             resume_weights_only=training.ignore_load_lr_and_optim,
             checked=job.resume.path if job.resume else None,
             mesh=job.mesh,
+            sharded=training.checkpoint_format == SHARDED,
+            in_background=training.async_save,
             chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
         ),
         run_log=RunLog(
@@ -304,8 +307,11 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
         with reported_if_ended(trainer), profiled(run, trainer), held():  # not between last step and final model
-            result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
-            trainer.checkpointer.save_final()
+            try:
+                result = trainer.train(resume_from_checkpoint=str(resume.path) if resume else None)
+                trainer.checkpointer.save_final()
+            finally:
+                trainer.checkpointer.close()  # before the process group ends
     kept = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second")
     metrics = {key: result.metrics[key] for key in kept}
     metrics["progress_or_epoch"] = round(trainer.state.epoch or 0.0, 4)
