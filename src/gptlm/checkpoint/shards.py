@@ -69,7 +69,7 @@ def held_parts(model: nn.Module, optimizer: Any, mesh: Mesh | None, *, weights_o
     """
     replica, replicas = 0, dist.get_world_size() if dist.is_initialized() else 1
     if mesh is not None:
-        replica, replicas = mesh.data_rank, mesh.data_size
+        replica, replicas = mesh.data_rank, mesh.dims.data
     elif replicas > 1:
         replica = dist.get_rank()
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
