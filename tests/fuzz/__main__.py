@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz COUNT [SEED]` runs cases and groups findings; `python -m tests.fuzz JSON` runs one case."""
+"""`python -m tests.fuzz COUNT [SEED [COMMAND ...]]` runs cases and groups findings; `... JSON` runs one case."""
 
 import sys
 import time
@@ -9,9 +9,10 @@ from tests.fuzz.session import Session, started
 from tests.fuzz.workers import kind_of
 
 
-def run_many(session: Session, count: int, number: int) -> None:
+def run_many(session: Session, count: int, number: int, commands: list[str]) -> None:
+    files = {name: found for name, found in session.files.items() if not commands or name in commands}
     start, kinds, codes, slow = time.monotonic(), Counter(), Counter(), []
-    for case, ended in session.run(draw_cases(count, number, session.files)):
+    for case, ended in session.run(draw_cases(count, number, files)):
         codes[ended.code] += 1
         slow.append((ended.seconds, case.as_json()))
         if not ended.faults:
@@ -41,4 +42,4 @@ if __name__ == "__main__":
         if sys.argv[1].startswith("{"):
             run_some(current, sys.argv[1:])
         else:
-            run_many(current, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+            run_many(current, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, sys.argv[3:])

@@ -437,7 +437,7 @@ WAYS = {
     (".jsonl",): ("lines",),
     (".json",): ("json",),
     (".yaml",): ("yaml",),
-    (".txt", ".jinja", ".md", ".py"): ("text",),
+    (".txt", ".jinja", ".md", ".py", ".http"): ("text",),
     (".safetensors",): ("safetensors", "number"),
     ("pytorch_model.bin", ".pt", ".pdparams"): ("pickle",),
     (".idx", ".bin"): ("number",),

@@ -113,6 +113,7 @@ class Command:
     line: str
     reads: tuple[str, ...]
     also: tuple[str, ...] = ()  # files that must be there and are not changed
+    fixed: tuple[str, ...] = ()  # flags that are not changed
 
     @property
     def words(self) -> list[str]:
@@ -121,8 +122,16 @@ class Command:
     @property
     def vocabulary(self) -> Vocabulary:
         name, tool = self.words[0], self.words[1] if len(self.words) > 1 else ""
+        if name == "request":
+            return Vocabulary(())
+        if name == "python":
+            name = {"generate": "predict"}.get(tool, tool)
         return DATA_TOOLS[tool][1] if name == "data" else COMMANDS[name].vocabulary
 
+
+DORA = ("dora/adapter_config.json", "dora/adapter_model.safetensors")
+PISSA = ("pissa/adapter_config.json", "pissa/adapter_model.safetensors")
+CHAT = ("chat/chat_template.jinja", "chat/tokenizer_config.json", "chat/config.json")
 
 COMMAND_LINES = {
     "pretrain": Command(f"{PRETRAIN} tokens", (*HF, *TOKENIZER, *PAIR)),
@@ -139,6 +148,14 @@ COMMAND_LINES = {
         f"{PRETRAIN} tokens --continue_training --model_name_or_path sharded",
         ("sharded/model.safetensors.index.json", "sharded/config.json"),
         ("sharded", "tokens"),
+    ),
+    "pretrain-text": Command(
+        f"{PRETRAIN.removesuffix('--input_dir')} --train_file text/c.jsonl",
+        ("text/c.jsonl",),
+        ("model",),
+    ),
+    "pretrain-dataset": Command(
+        f"{PRETRAIN.removesuffix('--input_dir')} --dataset_name saved --text_column src", ("saved",), ("model",)
     ),
     "pretrain-config": Command(
         f"{PRETRAIN} tokens --model_name_or_path model/config.json --tokenizer_name_or_path bpe --vocab_size 384 "
@@ -168,6 +185,10 @@ COMMAND_LINES = {
     "sft-resume": Command(
         f"{SFT} sft --lora --do_eval false --max_steps 2 --output_dir tuned", ("tuned",), ("model", "sft")
     ),
+    "sft-columns": Command(
+        f"{SFT} pairs.parquet --prompt_column tgt --response_column src --val_size 1", ("pairs.parquet",), ("model",)
+    ),
+    "sft-dora": Command(f"{SFT} sft --lora --use_dora --lora_path dora --do_eval false", DORA, ("model", "sft")),
     "sft-json": Command("sft sft.json", ("sft.json",), ("model", "sft")),
     "predict": Command(f"{PREDICT} model --input_file prompts.txt", ("prompts.txt", *ALL_OF_MODEL)),
     "predict-json": Command(
@@ -179,6 +200,30 @@ COMMAND_LINES = {
         ("generation.yaml", "base.yaml"),
         ("model",),
     ),
+    "predict-pissa": Command(f"{PREDICT} model --lora_path pissa --prompt hi", PISSA, ("model",)),
+    "chat": Command("chat --model_name_or_path chat --device cpu --tgt_length 2", CHAT, ("chat",)),
+    # ends at once: the address is of no machine
+    "serve": Command(
+        "serve --model_name_or_path chat --device cpu --host 192.0.2.1 --port 1", CHAT, ("chat",), ("host", "port")
+    ),
+    "request-chat": Command("request chat-request.json /v1/chat/completions", ("chat-request.json",), ("chat",)),
+    "request-text": Command("request text-request.json /v1/completions", ("text-request.json",), ("chat",)),
+    "request-raw": Command("request request.http", ("request.http",), ("chat",)),
+    "report": Command("report out --output new.html", ("out/run_log.jsonl",), ("out",)),
+    "report-two": Command(
+        "report tuned out --output new.html", ("tuned/run_log.jsonl", "tuned/trainer_state.json"), ("out", "tuned")
+    ),
+    "report-state": Command("report old-run --output new.html", ("old-run/trainer_state.json",)),
+    "python-evaluate": Command(
+        "python evaluate model --task TEXT --eval_path text/b.txt --device cpu --max_seq_length 16 --batch_size 2",
+        (),
+        ("model", "text"),
+    ),
+    "python-generate": Command("python generate model --device cpu --tgt_length 2", (), ("model",), ("tgt_length",)),
+    "python-pretrain": Command(
+        f"python {PRETRAIN.replace('pretrain', 'pretrain -', 1)} tokens", (), ("model", "tokens")
+    ),
+    "python-sft": Command(f"python {SFT.replace('sft', 'sft -', 1)} sft --do_eval false", (), ("model", "sft")),
     "evaluate": Command(f"{EVALUATE} model --task TEXT --eval_path text/b.txt", ("text/b.txt", *HF, *TOKENIZER)),
     "evaluate-records": Command(
         f"{EVALUATE} model --task TEXT --eval_path text/c.jsonl", ("text/c.jsonl",), ("model",)
@@ -196,6 +241,7 @@ COMMAND_LINES = {
         ("model", "lambada.jsonl"),
     ),
     "convert-hf": Command("convert --from model --to megatron --output new", HF, ("model",)),
+    "convert-gguf": Command("convert --from model --to gguf --output new", (*HF, *TOKENIZER), ("model",)),
     "convert-paddle": Command(
         "convert --from paddle --to hf --output new", ("paddle/config.json", "paddle/model_state.pdparams")
     ),
@@ -215,6 +261,7 @@ COMMAND_LINES = {
         ("paddle-lora/lora_config.json", "paddle-lora/lora_model_state.pdparams"),
     ),
     "convert-optimizer": Command("convert --from out/checkpoint-1 --output new", (STEP,), ("out",)),
+    "merge-dora": Command("merge-lora --lora_path dora --output_path new", DORA, ("model",)),
     "merge-lora": Command("merge-lora --lora_path adapters --output_path new", (*ADAPTERS, *HF), ("model",)),
     **{
         f"preprocess-{suffix.replace('.', '-')}": Command(
@@ -289,6 +336,8 @@ def build_world(root: Path) -> None:
     arguments = _as_arguments(settings)
     Path("run.json").write_text(json.dumps(arguments, indent=1))
     Path("run.yaml").write_text("# of a run\n" + yaml.safe_dump(arguments))
+    Path("old-run").mkdir()
+    shutil.copy("out/trainer_state.json", "old-run")
     Path("sft.json").write_text(json.dumps(_as_arguments([*SFT.split()[1:], "sft"])))
 
 
@@ -335,6 +384,13 @@ def _write_texts() -> None:
     Path("lambada.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     Path("prompts.txt").write_text("\n".join(TEXTS[:2]))
     Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text, "id": 1}) for text in TEXTS[:2]))
+    chat = {"model": "m", "messages": CHATS[0]["messages"][1:2], "max_tokens": 2, "temperature": 0.5, "stop": ["x"]}
+    text = {"model": "m", "prompt": ["the cat", [5, 6]], "max_tokens": 2, "seed": 1, "stream": True, "n": 2}
+    Path("chat-request.json").write_text(json.dumps(chat))
+    Path("text-request.json").write_text(json.dumps(text | {"stream_options": {"include_usage": True}}))
+    body = json.dumps(chat)
+    head = f"POST /v1/chat/completions HTTP/1.1\nHost: localhost\nConnection: close\nContent-Length: {len(body)}\n\n"
+    Path("request.http").write_bytes(head.replace("\n", "\r\n").encode() + body.encode())
     Path("fleetx.yaml").write_text(FLEETX)
     Path("base.yaml").write_text(FLEETX_BASE)
     Path("generation.yaml").write_text(FLEETX_GENERATION)
@@ -362,10 +418,13 @@ def _write_models() -> None:
     Path("chat/chat_template.jinja").write_text(TEMPLATE)
     Path("bpe").mkdir()
     tokenizer.backend_tokenizer.model.save("bpe")
-    settings = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    adapters = get_peft_model(model, settings)
-    adapters.peft_config["default"].base_model_name_or_path = "model"
-    adapters.save_pretrained("adapters")
+    kinds = {"adapters": {}, "dora": {"use_dora": True, "use_rslora": True}, "pissa": {"init_lora_weights": "pissa"}}
+    for folder, kind in kinds.items():
+        base = GPT2LMHeadModel.from_pretrained("model")
+        settings = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, **kind)
+        adapters = get_peft_model(base, settings)
+        adapters.peft_config["default"].base_model_name_or_path = "model"
+        adapters.save_pretrained(folder)
 
 
 def _write_others() -> None:
