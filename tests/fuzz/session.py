@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.fuzz.cases import Case
-from tests.fuzz.workers import Ended, prepare, run_command, start_workers
+from tests.fuzz.workers import Ended, Sending, prepare, run_command, start_workers
 from tests.fuzz.world import COMMAND_LINES, build_world
 
 WORKERS = 2
@@ -27,6 +27,10 @@ class Session:
         running = [(case, self._pool.submit(run_case, case, self.root)) for case in cases]
         for case, ended in running:
             yield case, ended.result()
+
+    def ended(self, case: Case, sending: Sending | None = None) -> Ended:
+        """How one case ends that may get signals."""
+        return self._pool.submit(run_case, case, self.root, sending).result()
 
     def _files(self, reads: Iterable[str]) -> list[str]:
         found = []
@@ -57,7 +61,7 @@ def _build(root: str) -> None:
     assert os.waitpid(child, 0)[1] == 0, "the files cannot be built"
 
 
-def run_case(case: Case, root: Path) -> Ended:
+def run_case(case: Case, root: Path, sending: Sending | None = None) -> Ended:
     """Called in a worker."""
     command = COMMAND_LINES[case.command]
     with tempfile.TemporaryDirectory(prefix="gptlm-case-") as name:
@@ -71,4 +75,4 @@ def run_case(case: Case, root: Path) -> Ended:
                 shutil.copyfile(root / file, target)
         for edit in case.edits:
             edit.apply(folder)
-        return run_command(case.line, folder)
+        return run_command(case.line, folder, sending)

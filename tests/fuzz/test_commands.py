@@ -5,18 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.cases import Case, draw_cases
-from tests.fuzz.session import started
 from tests.fuzz.world import COMMAND_LINES
 
 SEED = 1
 MENDED = [Case.from_json(line) for line in (Path(__file__).parent / "mended.jsonl").read_text().splitlines()]
 FAILING = {"launch": 1, "demo": 2, "serve": 1}  # made so that nothing is started
-
-
-@pytest.fixture(scope="module")
-def session():
-    with started() as session:
-        yield session
 
 
 def findings(session, cases):

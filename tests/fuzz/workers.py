@@ -20,6 +20,7 @@ from pathlib import Path
 EXTRA_MEMORY = 1 << 30
 CPU_SECONDS, SECONDS = 10, 60  # seconds of computation do not depend on what else the machine does
 LARGEST_FILE = 1 << 28
+WAITS = 10.0  # seconds without computation after which a command waits, as for a worker
 GRACE = 3.0  # seconds in which processes end after the command
 ENDS = (0, 1, 2, 129, 130, 141, 143)
 MOST_LINES = 3  # of errors on stderr
@@ -84,6 +85,15 @@ def prepare() -> None:
 
 
 @dataclass(frozen=True)
+class Sending:
+    """Signals to a command, `gap` seconds apart, when it has computed for `after` seconds or waits."""
+
+    after: float
+    numbers: tuple[int, ...]
+    gap: float = 0.0
+
+
+@dataclass(frozen=True)
 class Ended:
     """How a command ended.
 
@@ -91,6 +101,7 @@ class Ended:
         code: its exit code, or minus the signal.
         faults: what should not be, empty if all is well.
         log: the traceback that gptlm wrote.
+        computed: seconds.
     """
 
     code: int
@@ -99,10 +110,11 @@ class Ended:
     stderr: str
     log: str
     seconds: float
+    computed: float
 
 
-def run_command(words: list[str], folder: Path) -> Ended:
-    """Run `gptlm WORDS` in `folder`, in a child process."""
+def run_command(words: list[str], folder: Path, sending: Sending | None = None) -> Ended:
+    """Run `gptlm WORDS` in `folder`, in a child process, which may get signals."""
     home = Path(tempfile.mkdtemp(prefix="fuzz-home-"))
     temporary, out, err = home / "tmp", home / "stdout", home / "stderr"
     temporary.mkdir()
@@ -110,7 +122,9 @@ def run_command(words: list[str], folder: Path) -> Ended:
     child = os.fork()
     if child == 0:
         _run_in_child(words, folder, home)
-    status = _wait(child, SECONDS)
+    if sending is not None:
+        _send(child, sending)
+    status, computed = _wait(child, SECONDS)
     seconds = time.monotonic() - start
     faults = []
     if status is None:
@@ -118,6 +132,8 @@ def run_command(words: list[str], folder: Path) -> Ended:
         os.killpg(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
     code = os.waitstatus_to_exitcode(status)
+    if sending is not None and -code in sending.numbers:
+        code = 128 - code  # as a shell shows it
     if code == -signal.SIGXCPU:
         faults.append(f"computed for more than {CPU_SECONDS} s")
     elif code not in ENDS:
@@ -125,7 +141,9 @@ def run_command(words: list[str], folder: Path) -> Ended:
     faults += [f"left the process {line}" for line in _left_processes()]
     left = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*"))
     left = [name for name in left if not name.startswith("gptlm-error-")]
-    left += [str(path.relative_to(folder)) for path in folder.rglob("*.incomplete*")]
+    left += [
+        str(path.relative_to(folder)) for ending in ("incomplete*", "lock") for path in folder.rglob(f"*.{ending}")
+    ]
     faults += [f"left {name}" for name in left]
     texts = [path.read_text(errors="replace") for path in (out, err)]
     logs = [path.read_text() for place in (folder, home) for path in place.rglob("gptlm-error-*.log")]
@@ -137,18 +155,42 @@ def run_command(words: list[str], folder: Path) -> Ended:
     if code and len(lines) > MOST_LINES:
         faults.append(f"more than {MOST_LINES} lines on stderr")
     shutil.rmtree(home, ignore_errors=True)
-    return Ended(code, tuple(faults), *texts, "\n".join(logs), seconds)
+    return Ended(code, tuple(faults), *texts, "\n".join(logs), seconds, computed)
 
 
-def _wait(child: int, seconds: float) -> int | None:
-    """The exit status, or None if the process still runs after `seconds`."""
+def _send(child: int, sending: Sending) -> None:
+    """Send the signals, unless the process ends before."""
+    handle, used, since = os.pidfd_open(child), -1.0, time.monotonic()
+    try:
+        while not select.select([handle], [], [], 0.003)[0]:
+            now = time.monotonic()
+            before, used = used, _computed(child)
+            since = now if used != before else since
+            if used >= sending.after or now - since > WAITS:
+                for number in sending.numbers:
+                    os.kill(child, number)
+                    time.sleep(sending.gap)
+                return
+    finally:
+        os.close(handle)
+
+
+def _computed(process: int) -> float:
+    """Seconds that a process has computed (/proc/PID/stat: utime, stime)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait(child: int, seconds: float) -> tuple[int | None, float]:
+    """The exit status, or None if the process still runs after `seconds`; and how long it has computed."""
     handle = os.pidfd_open(child)
     try:
         if not select.select([handle], [], [], seconds)[0]:
-            return None
+            return None, 0.0
     finally:
         os.close(handle)
-    return os.waitpid(child, 0)[1]
+    _, status, usage = os.wait4(child, 0)
+    return status, usage.ru_utime + usage.ru_stime
 
 
 def _children() -> list[int]:
