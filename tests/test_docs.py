@@ -89,7 +89,7 @@ def commands_of(path: Path) -> list[str]:
 
 
 LINES = [(page, line) for page in GUIDE for line in commands_of(page)]
-NOT_OURS = ("docker", "lm_eval", "pip", "pip3", "source")
+NOT_OURS = ("docker", "llama-server", "lm_eval", "pip", "pip3", "source", "transformers", "vllm")
 PARSERS = {
     "pretrain": lambda words, environment: not parse_pretrain(words, environment).refusals,
     "sft": parse_sft,
@@ -177,7 +177,7 @@ def test_flags_named_in_a_sentence_exist(page):
     known = set().union(*(vocabulary.names() for vocabulary in vocabularies))
     known |= {"help", "version", "debug", "print_config", "x"} | SCRIPT_FLAGS
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
-    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-zA-Z][\w-]*)", text)}
+    flags = {flag.replace("-", "_") for flag in re.findall(r"`--([a-zA-Z][\w.-]*)", text)}
     assert {flag for flag in flags if flag not in known and flag.removeprefix("no_") not in known} == set()
 
 

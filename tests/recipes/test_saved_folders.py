@@ -14,6 +14,7 @@ from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer, tra
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft
 from tests.conftest import write_tokens
+from tests.recipes.server_files import assert_servers_can_read
 
 FEW = "--max_steps 1 --per_device_train_batch_size 1 --device cpu --disable_tqdm --report_to none --do_train".split()
 
@@ -64,6 +65,7 @@ def test_stock_transformers_loads_the_folder_without_a_warning(work, how, caplog
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["pad_token_id"] == 0 and settings["eos_token_id"] in (0, [0])
     assert not any(name.startswith("_") for name in settings) and "temperature" not in settings
+    assert_servers_can_read(folder)
     transformers_log = logging.getLogger("transformers")
     transformers_log.addHandler(caplog.handler)
     transformers_log.setLevel(logging.WARNING)

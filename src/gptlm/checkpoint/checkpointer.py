@@ -32,6 +32,7 @@ from gptlm.model.build import StoredWeights
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.lora import StoredAdapters, save_adapters
 from gptlm.model.safetensors_io import save_model_weights
+from gptlm.model.tokenizer import save_tokenizer
 from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import checkpoint_name, gather_tensors, local_shard
@@ -257,7 +258,7 @@ class Checkpointer:
         if self.run_file is not None:
             (folder / checkpoint.RUN_FILE).write_text(self.run_file, encoding="utf-8")
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder)
 
     def _trained_values(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter, without ZeRO's partition."""

@@ -215,6 +215,19 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the files in `folder`, the chat template twice: as a file and in tokenizer_config.json.
+
+    Older versions of transformers, and servers that do not use transformers, know the second place only. The file comes
+    first where both are known.
+    """
+    tokenizer.save_pretrained(folder)
+    if isinstance(tokenizer.chat_template, str):
+        path = folder / TOKENIZER_CONFIG
+        settings = read_json(path) | {"chat_template": tokenizer.chat_template}
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
     """Add `tokens` to the vocabulary, in order.
 

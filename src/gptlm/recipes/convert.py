@@ -31,7 +31,7 @@ from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
 from gptlm.model.safetensors_io import save_model_weights
-from gptlm.model.tokenizer import fit_to_model, load_tokenizer
+from gptlm.model.tokenizer import fit_to_model, load_tokenizer, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
@@ -185,7 +185,7 @@ def _write(source: Source, folder: Path, conversion: Conversion, tokenizer: PreT
         else:
             write_huggingface(source, folder, dtype, tokenizer, bar.update)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     if conversion.main.to == "hf":
         card_of_folder(folder, "converted")
 

@@ -15,7 +15,7 @@ from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id
 from gptlm.model.hub import model_folder
-from gptlm.model.tokenizer import fit_to_model
+from gptlm.model.tokenizer import fit_to_model, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
 from gptlm.recipes.common.model_card import card_of_folder
@@ -88,7 +88,7 @@ def merged(
 def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     with doing("saving the merged model"):
         model.save_pretrained(folder)  # type: ignore[operator]
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def _check_finite(model: torch.nn.Module, adapters: Path, dtype: torch.dtype) -> None:
