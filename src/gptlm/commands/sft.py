@@ -1,10 +1,10 @@
-"""`gptlm sft`: fine-tuning with PaddleNLP's `finetune_generation.py` arguments, and those of transformers and TRL."""
+"""`gptlm sft`: fine-tuning with the arguments of PaddleNLP, transformers, TRL, LLaMA-Factory and litgpt."""
 
 from collections.abc import Mapping, Sequence
 
 from gptlm.checkpoint.task import LORA, note_other_tasks, take_own_adapters, take_own_folder
 from gptlm.checkpoint.task import SFT as WHOLE
-from gptlm.compat import paddlenlp, transformers
+from gptlm.compat import litgpt, llamafactory, paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
 from gptlm.config.adapters import derive_adapters
@@ -40,11 +40,19 @@ FIXED = {  # arguments of training that fine-tuning leaves no choice in
 }
 SFT = Vocabulary(
     groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments, HubArguments),
-    renamed=paddlenlp.PRETRAIN_RENAMED | transformers.SFT_RENAMED | paddlenlp.SFT_RENAMED,
-    ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED,
-    refused=paddlenlp.PRETRAIN_REFUSED | transformers.SFT_REFUSED | paddlenlp.SFT_REFUSED,
-    settings=transformers.SFT_SETTINGS | paddlenlp.SFT_SETTINGS,
-    alias_values=transformers.TRAINING_VALUES,
+    renamed=paddlenlp.PRETRAIN_RENAMED
+    | transformers.SFT_RENAMED
+    | paddlenlp.SFT_RENAMED
+    | llamafactory.SFT_RENAMED
+    | litgpt.SFT_RENAMED,
+    ignored=paddlenlp.PRETRAIN_IGNORED | transformers.SFT_IGNORED | paddlenlp.SFT_IGNORED | llamafactory.SFT_IGNORED,
+    refused=paddlenlp.PRETRAIN_REFUSED
+    | transformers.SFT_REFUSED
+    | paddlenlp.SFT_REFUSED
+    | llamafactory.SFT_REFUSED
+    | litgpt.SFT_REFUSED,
+    settings=transformers.SFT_SETTINGS | paddlenlp.SFT_SETTINGS | llamafactory.SFT_SETTINGS | litgpt.SFT_SETTINGS,
+    alias_values=transformers.TRAINING_VALUES | llamafactory.SFT_VALUES | litgpt.SFT_VALUES,
     defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
     fixed=FIXED,
 )
