@@ -1,6 +1,7 @@
 """Shared fixtures: a corpus in both formats, sentence data, a tiny model, running the scripts."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,3 +110,16 @@ def pytest_runtest_teardown() -> None:
 
 def pytest_sessionfinish() -> None:
     close_servers()
+
+
+@pytest.fixture
+def browser():
+    """Headless Chromium; needs `pip install playwright` and a Chromium."""
+    api = pytest.importorskip("playwright.sync_api")
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    if binary is None:
+        pytest.skip("no Chromium is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -255,3 +255,45 @@ def test_chromium_draws_the_page(tmp_path):
     panels = len(data_of((folder / owned.REPORT).read_text())["panels"])
     assert f'data-drawn="{panels}"' in shown
     assert panels == shown.count("bk-Figure") == 2
+
+
+DRAWN = """() => Bokeh.documents[0].roots().map((plot) => ({
+    label: plot.below[0].axis_label, end: plot.x_range.end, text: plot.below[0].axis_label_text_color,
+    x: [...plot.renderers.find((one) => one.data_source.data.y).data_source.data.x],
+}))"""
+
+
+@pytest.mark.slow
+def test_a_person_reads_and_prints_the_page(tmp_path, browser):
+    """Both x axes, the values under a pointer, and paper, which is bright and has no switches."""
+    events = [log(step, 10 / step, eval_loss=2.0, learning_rate=0.5) for step in range(1, 41)]
+    folder = record(tmp_path / "a", start(), *events)
+    assert main(["report", str(folder)]) == 0
+    tab, problems = browser.new_page(color_scheme="dark"), []
+    tab.on("pageerror", lambda error: problems.append(error))
+    tab.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+    tab.goto((folder / owned.REPORT).as_uri())
+    tab.wait_for_selector("body[data-drawn]", timeout=120_000)
+    first = tab.evaluate(DRAWN)
+    assert [chart["label"] for chart in first] == ["step"] * 3 and first[0]["x"] == list(range(1, 41))
+    assert 40 <= first[0]["end"] < 50
+    tab.click("input[value=tokens]")
+    tokens = tab.evaluate(DRAWN)
+    assert [chart["label"] for chart in tokens] == ["tokens"] * 3
+    assert tokens[0]["x"] == [8 * step for step in range(1, 41)]  # the run's consumed_tokens
+    tab.wait_for_function("Bokeh.documents[0].roots()[0].x_range.end > 300")
+    chart = tab.locator(".plot").first.bounding_box()
+    tab.mouse.move(chart["x"] + chart["width"] - 20, chart["y"] + 100)  # the last step is the nearest
+    tab.wait_for_selector(".values span")
+    values = [place.split("\n") for place in tab.locator(".values").all_inner_texts()]
+    assert values == [
+        ["train 0.2500 (step 40)", "evaluation 2.0000 (step 40)"],
+        ["learning rate 5.000e-1 (step 40)"],
+        ["tokens/s 20 (step 40)"],
+    ]
+    tab.emulate_media(media="print", color_scheme="dark")
+    tab.wait_for_function(f"({DRAWN})()[0].text === '#3d4757'")  # LIGHT of chart.js
+    assert tab.locator("#switches").is_hidden()
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.pdf().startswith(b"%PDF")
+    assert problems == []

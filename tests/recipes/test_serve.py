@@ -59,18 +59,6 @@ def page(folder):
         process.stdout.close()
 
 
-@pytest.fixture
-def browser():
-    api = pytest.importorskip("playwright.sync_api")
-    binary = shutil.which("chromium") or shutil.which("google-chrome")
-    if binary is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 def shown(tab, wanted, seconds=30):
     """Every text that the page shows until it is `wanted`."""
     seen = []

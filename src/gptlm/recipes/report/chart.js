@@ -10,8 +10,9 @@
   const KEPT = "gptlm-report-x";  // the choice of the x axis survives a reload
   const data = JSON.parse(document.getElementById("report-data").textContent);
   const isDark = window.matchMedia("(prefers-color-scheme: dark)");
+  const isPaper = window.matchMedia("print");
   const isCoarse = window.matchMedia("(pointer: coarse)").matches;
-  const plots = [], axes = [], grids = [], legends = [], sources = [], marks = [];
+  const plots = [], axes = [], grids = [], legends = [], sources = [], marks = [], readings = [];
   const range = data.panels.length ? new Bokeh.DataRange1d({range_padding: 0.02}) : null;
 
   function draw(panel) {
@@ -35,10 +36,10 @@
     axes.push([x, y]);
     for (const mark of data.marks) drawMarks(plot, mark);
     const lines = panel.curves.map((curve) => drawCurve(plot, curve));
-    plot.add_tools(new Bokeh.HoverTool({
-      renderers: lines.map((drawn) => drawn[0]), mode: isCoarse ? "mouse" : "vline", line_policy: "nearest",
-      tooltips: [["", "$name"], ["step", "@step{0,0}"], ["tokens", "@tokens{0.00a}"], [panel.unit, `@y{${panel.digits}}`]],
-    }));
+    const shown = panel.curves.map((curve, at) => ({...curve, digits: panel.digits, source: lines[at][0].data_source}));
+    readings.push(shown);
+    for (const event of isCoarse ? ["tap"] : ["mousemove"]) plot.on_event(event, (pointer) => read(pointer.x));
+    plot.on_event("mouseleave", () => read(null));
     if (lines.length > 1) {
       const items = lines.map((drawn, at) =>
         new Bokeh.LegendItem({label: {value: panel.curves[at].name}, renderers: drawn}));
@@ -62,6 +63,24 @@
     sources.push(source);
     return drawn;
   }
+  function read(x) {  // below each chart, the values of its curves next to x
+    document.querySelectorAll(".values").forEach((place, at) => {
+      place.style.minHeight = `${place.offsetHeight}px`;  // charts below do not move up and down
+      place.replaceChildren(...(x === null ? [] : readings[at].map((curve) => valueOf(curve, x))));
+    });
+  }
+  function valueOf({name, colour, digits, source}, x) {
+    const {x: all, y, step} = source.data;
+    let near = 0;
+    for (let at = 1; at < all.length; at++) if (Math.abs(all[at] - x) < Math.abs(all[near] - x)) near = at;
+    const decimals = (digits.split(".")[1] ?? "").length;
+    const value = digits.includes("e") ? y[near].toExponential(3)
+      : y[near].toLocaleString("en", {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
+    const entry = document.createElement("span"), dot = document.createElement("i");
+    dot.style.background = colour;
+    entry.append(dot, `${name} ${value} (step ${step[near].toLocaleString("en")})`);
+    return entry;
+  }
   function drawMarks(plot, mark) {
     const source = new Bokeh.ColumnDataSource({data: {x: mark.step, step: mark.step, tokens: mark.tokens, text: mark.text}});
     const spans = plot.vspan({field: "x"}, {source, level: "underlay", ...MARKS[mark.kind]});
@@ -70,8 +89,8 @@
     sources.push(source);
     marks.push(spans);
   }
-  function paint(dark) {
-    const {text, line, grid} = dark ? DARK : LIGHT;
+  function paint() {
+    const {text, line, grid} = isDark.matches && !isPaper.matches ? DARK : LIGHT;
     for (const axis of axes.flat()) {
       axis.setv({axis_label_text_color: text, major_label_text_color: text, axis_line_color: line,
         major_tick_line_color: line});
@@ -90,13 +109,11 @@
 
   data.panels.forEach(draw);
   if (plots.length) {
-    paint(isDark.matches);
+    paint();
     const made = new Bokeh.Document();
     for (const plot of plots) made.add_root(plot);
     await Bokeh.embed.add_document_standalone(made, document.body, [...document.querySelectorAll(".plot")]);
-    isDark.addEventListener("change", () => paint(isDark.matches));
-    window.addEventListener("beforeprint", () => paint(false));
-    window.addEventListener("afterprint", () => paint(isDark.matches));
+    for (const medium of [isDark, isPaper]) medium.addEventListener("change", paint);
     const form = document.getElementById("switches");
     form.addEventListener("change", ({target}) => {
       if (target.name === "x") {

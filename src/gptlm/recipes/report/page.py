@@ -170,7 +170,8 @@ def _charts(runs: Sequence[Recorded], data: dict[str, Any]) -> Iterable[str]:
     )
     yield '<div class="charts">'
     for panel in data["panels"]:
-        yield f'<section class="chart"><h2>{_text(panel["title"])}</h2><div class="plot"></div></section>'
+        yield f'<section class="chart"><h2>{_text(panel["title"])}</h2><div class="plot"></div>'
+        yield '<p class="values"></p></section>'
     yield "</div>"
     shown = {panel["title"] for panel in data["panels"]}
     if missing := [panel.title for panel in PANELS if panel.title in EXPECTED and panel.title not in shown]:

@@ -25,7 +25,7 @@ class Panel:
     Attributes:
         fields: log field -> its label.
         scale: what values are multiplied with to have the unit.
-        digits: format of values (numbro's) in the tooltip.
+        digits: format of values below the chart, such as 0.00 for two decimals.
     """
 
     title: str
