@@ -128,7 +128,7 @@ def ending_on_signals(*, is_launched: bool = False) -> Iterator[Handler]:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """In the block, as during imports, Ctrl-C ends the process at once, without the traceback of KeyboardInterrupt."""
+    """In the block, as during imports, Ctrl-C ends the process immediately and without a traceback."""
     if current_thread() is not main_thread() or not end_at_once():
         yield
         return

@@ -272,7 +272,7 @@ def test_a_person_reads_and_prints_the_page(tmp_path, browser):
     tab, problems = browser.new_page(color_scheme="dark"), []
     tab.on("pageerror", lambda error: problems.append(error))
     tab.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
-    tab.goto((folder / owned.REPORT).as_uri())
+    tab.goto((folder / owned.REPORT).as_uri(), timeout=120_000)
     tab.wait_for_selector("body[data-drawn]", timeout=120_000)
     first = tab.evaluate(DRAWN)
     assert [chart["label"] for chart in first] == ["step"] * 3 and first[0]["x"] == list(range(1, 41))

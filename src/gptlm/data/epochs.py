@@ -112,7 +112,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch: int) -> np.
     """`order` with samples of similar length together, as transformers' `group_by_length`.
 
     Each 50 batches (less where there are fewer than 200) are sorted by decreasing length, and the longest sample of all
-    comes first, so that a batch that is too large for the memory shows at once.
+    comes first, so that a batch that is too large for the memory shows immediately.
 
     Args:
         order: (n,) a permutation of 0 to n - 1.

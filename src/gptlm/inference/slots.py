@@ -73,7 +73,7 @@ class Slots:
 
     def keep(self, chosen: Tensor) -> None:
         """Give up all slots but the `chosen` ones, (slots,) int64."""
-        for layer in range(len(self.keys)):  # one by one: copies of all layers at once would double the memory
+        for layer in range(len(self.keys)):  # one by one: copies of all layers together would double the memory
             self.keys[layer], self.values[layer] = self.keys[layer][chosen], self.values[layer][chosen]
         self.lengths, self._rows = self.lengths[chosen], self._rows[: len(chosen)]
         self._kernel = _kernel(self.keys[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 PROGRAMS = 512  # that keep a GPU busy; more parts of a row cost more to combine
 MOST_PARTS = 16
-KEYS = 32  # that a program reads at once
+KEYS = 32  # that a program reads together
 LOWEST = -1e30  # a score below all others; with infinity, inf - inf would be NaN
 
 

@@ -143,7 +143,7 @@ def save_shards(
 ) -> list[dict[str, int]]:
     """Write `tensors` as they come into files of at most `max_bytes`, or of one tensor that is larger.
 
-    `huggingface_hub.save_torch_state_dict` needs all tensors at once; here one file's tensors are in memory.
+    `huggingface_hub.save_torch_state_dict` needs all tensors together; here one file's tensors are in memory.
 
     Args:
         file_name: format string with the number of the file, which starts at 1.

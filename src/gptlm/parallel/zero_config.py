@@ -88,7 +88,7 @@ def stage_of(config: dict[str, Any]) -> int:
 
 
 def gathers_whole_blocks(config: dict[str, Any]) -> bool:
-    """Whether a configuration of stage 3 that `fill_auto` returned gathers all weights of a block at once."""
+    """Whether a configuration of stage 3 that `fill_auto` returned gathers all weights of a block together."""
     return config["zero_optimization"].get("leaf_module") == WHOLE_BLOCKS["leaf_module"]
 
 

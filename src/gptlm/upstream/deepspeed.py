@@ -201,7 +201,7 @@ def average_gradients(optimizer: Any, average: Callable[[Tensor], None]) -> None
 
 
 def _average_together(gradients: list[Tensor], average: Callable[[Tensor], None]) -> None:
-    """`average` all `gradients` at once."""
+    """`average` all `gradients` together."""
     if len(gradients) == 1 and gradients[0].is_contiguous():
         average(gradients[0])
         return
