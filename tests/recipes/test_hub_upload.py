@@ -212,3 +212,18 @@ def test_checkpoints_have_a_card_that_their_manifest_lists(words, tmp_path, capf
     checkpoint.check_content(checkpoint.read(saved))
     pretrain(parse_pretrain([*argv, "--resume_from_checkpoint", str(saved)], {}))
     assert "resuming from" in capfd.readouterr().out
+
+
+def test_adapters_are_uploaded_without_the_path_of_their_base(hub, words, tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"src": f"the cat {n}", "tgt": "sat on a mat"}) + "\n" for n in range(8)))
+    place = words.index("--train_file")
+    argv = [*words[1:place], *words[place + 2 :], "--dataset_name_or_path", str(data), "--lora", "--merge_weights"]
+    argv = [word for word in argv if word not in ("--split", "80,10,10")]
+    assert main(["sft", *argv, "--hub_token", WRITES, "--data_cache", str(tmp_path / "cache")]) == 0
+    files = hub.repositories["ann/out"].branches["main"]
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= {*files}
+    base = words[words.index("--model_name_or_path") + 1]
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == base.rpartition("/")[2]
+    assert not any(base.encode() in text for text in files.values())
+    assert (tmp_path / "out" / "merged" / "model.safetensors").is_file()
