@@ -438,3 +438,13 @@ def test_a_missing_data_folder_is_found_before_the_run(tmp_path, capsys):
     assert main([*words, "--print_config"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert any(f"cannot list the data folder {tmp_path}/none" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["chat", "serve"])
+def test_print_config_of_commands_that_answer_messages(name, capsys):
+    assert main([name, "--model_name_or_path", "gpt2-en", "--top_p", "0.5", "--print-config"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["top_p"] == 0.5 and found["from"]["top_p"] == "--top_p" and found["from"]["top_k"] == "default"
+    assert main([name, "--print_config"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["run"]["model_name_or_path"] == "" and "is empty: give --model" in printed.err

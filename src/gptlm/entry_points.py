@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gptlm.commands.chat import CHAT, parse_chat
+from gptlm.commands.chat import CHAT, parse_chat, resolve_chat
 from gptlm.commands.convert import CONVERT, parse_convert
 from gptlm.commands.data import CHECK, COPY, ORDER, PREFIX, parse_check, parse_copy, parse_order, parse_prefix
 from gptlm.commands.demo import DEMO, parse_demo
@@ -27,7 +27,7 @@ from gptlm.commands.predict import PREDICT, parse_predict, resolve_predict
 from gptlm.commands.preprocess import PREPROCESS, parse_preprocess
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
 from gptlm.commands.report import REPORT, parse_report
-from gptlm.commands.serve import SERVE, parse_serve
+from gptlm.commands.serve import SERVE, parse_serve, resolve_serve
 from gptlm.commands.sft import SFT, parse_sft
 from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
@@ -171,14 +171,24 @@ def predict(argv: Sequence[str]) -> None:
 
 
 def chat(argv: Sequence[str]) -> None:
-    arguments, notes = _conversation(parse_chat, argv)
+    words, printing = _without_print_config(argv)
+    if printing:
+        found = resolve_chat(words, printing=True)
+        _print_json(found.as_json(), found.missing)
+        return
+    arguments, notes = _conversation(parse_chat, words)
     with importing():
         from gptlm.recipes.chat import chat as recipe
     recipe(arguments, notes)
 
 
 def serve(argv: Sequence[str]) -> None:
-    arguments, notes = _conversation(parse_serve, argv)
+    words, printing = _without_print_config(argv)
+    if printing:
+        found = resolve_serve(words, printing=True)
+        _print_json(found.as_json(), found.missing)
+        return
+    arguments, notes = _conversation(parse_serve, words)
     with importing():
         from gptlm.recipes.openai_server import serve_api
     serve_api(arguments, notes)

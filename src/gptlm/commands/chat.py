@@ -34,24 +34,38 @@ CHAT = Vocabulary(
 
 
 def parse_chat(argv: Sequence[str]) -> tuple[ChatArguments, tuple[str, ...]]:
-    """The resolved arguments and the lines to log. Raises UsageError, listing everything that is wrong."""
+    """The resolved arguments and the lines to log. Raises as `resolve_chat`."""
+    parsed = resolve_chat(argv)
+    return parsed[ChatArguments], tuple(parsed.notes)
+
+
+def resolve_chat(argv: Sequence[str], *, printing: bool = False) -> Parsed:
+    """The command with everything filled in.
+
+    Args:
+        printing: for --print_config: a missing model is in `Parsed.missing`.
+
+    Raises:
+        UsageError: listing everything that is wrong.
+    """
     parsed = parse(CHAT, argv)
     arguments = parsed[ChatArguments]
     problems = []
     if arguments.do_sample and not 1e-4 <= arguments.temperature <= 1e4:
         problems.append(Problem("temperature", f"{arguments.temperature:g}: expected 0.0001 to 10000"))
-    resolve_model(parsed, arguments, CHAT.fixed, problems)
-    return parsed[ChatArguments], tuple(parsed.notes)
+    resolve_model(parsed, arguments, CHAT.fixed, problems, printing)
+    return parsed
 
 
 def resolve_model(
-    parsed: Parsed, arguments: PredictArguments, fixed: Mapping[str, str], more: Iterable[Problem]
+    parsed: Parsed, arguments: PredictArguments, fixed: Mapping[str, str], more: Iterable[Problem], printing: bool
 ) -> None:
     """Find model and adapters of `arguments`.
 
     Args:
         fixed: arguments of predict that the command does not have -> why.
         more: what is wrong already.
+        printing: for --print_config: a missing model is in `Parsed.missing`.
 
     Raises:
         UsageError: for everything that is wrong.
@@ -61,7 +75,11 @@ def resolve_model(
     if arguments.bf16 and arguments.fp16:
         problems.append(Problem("bf16", "and --fp16 are both given; use one"))
     if not arguments.model_name_or_path:
-        problems.append(Problem("model_name_or_path", "is empty: give --model_name_or_path, the folder of a model"))
+        missing = Problem("model_name_or_path", "is empty: give --model_name_or_path, the folder of a model")
+        if printing:
+            parsed.note_missing(missing)
+        else:
+            problems.append(missing)
     if problems:
         raise usage_error(problems, parsed.typed)
     take_external_model(parsed)
