@@ -15,6 +15,7 @@ New processes end as the interpreter does - threads, functions of `atexit`, buff
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -22,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from importlib import import_module
@@ -52,6 +54,8 @@ def import_commands() -> None:
 def serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork a process for each request; returns the request in the new process, None when no more will come."""
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread"
+    gc.collect()
+    gc.freeze()  # collections of a new process do not visit what it shares with this one
     waiting = select.poll()
     waiting.register(control, select.POLLIN)
     reports: dict[int, tuple[int, int]] = {}  # the file that tells of the end of a process: its id, its report
@@ -117,6 +121,7 @@ def become(request: dict[str, Any]) -> None:
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None
     np.random.seed()  # Python's generator does it itself, torch's begins with a constant
     words = request["words"]
     is_module = words[0] == "-m"

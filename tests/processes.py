@@ -28,13 +28,15 @@ ROOT = Path(__file__).parents[1]
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 READ_LATER = {
     *LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST", "PYTHONPATH", "PATH", "NLTK_DATA",
+    "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST", "PYTHONPATH", "PATH", "NLTK_DATA", "TMPDIR",
 }  # fmt: skip
 # what libraries and commands that ran in the tests' own process have left in its environment
 LEFT_BEHIND = {
     *NO_BARS, *LAUNCHED, "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK",
     "ACCELERATE_USE_DEEPSPEED", "GRADIO_ANALYTICS_ENABLED",
 }  # fmt: skip
+# what runs with DeepSpeed import, too; its optimizers bring the compiler
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "datasets")
 STORE = ROOT / "tests" / "store.py"
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
 POLL_INTERVAL = 0.05

@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import nltk
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +24,7 @@ from gptlm.data.indexed import open_tokens
 from gptlm.entry_points import hide_other_gpus
 from tests.config.test_run import README
 from tests.conftest import ROOT, run_script, write_sentence_data
+from tests.processes import run, start
 
 LETTERS = "".join(
     f"Letter {i}\n\n" + f"the cat {i} sat on the mat and the dog {i % 7} sat on the log.\n\n" for i in range(200)
@@ -224,13 +227,14 @@ def test_paddlenlp_s_command_trains_resumes_after_a_kill_and_loads(work, model):
     for said in ("no GPU is visible", "half precision is not used", "--sharding stage2 has no effect"):
         assert whole.stdout.count(said) == 1 or os.environ.get("CUDA_VISIBLE_DEVICES")
     command = [sys.executable, str(ROOT / "scripts" / "run_pretrain.py"), *words, "--output_dir", "killed"]
-    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # another number of threads sums in another order
-    process = subprocess.Popen(command, cwd=work, env=alike, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(command, cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 120
     while not (work / "killed" / "checkpoint-4").exists() and time.time() < deadline:
         time.sleep(0.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+    assert not psutil.wait_procs(workers, timeout=60)[1]  # they look for their parent every 5 s, and keep the folder
     for folder in (work / "killed").glob("checkpoint-1*"):  # leave some steps to do, however far it came
         shutil.rmtree(folder)
     again = run_script("run_pretrain", *words, "--output_dir", "killed", cwd=work)
@@ -350,8 +354,8 @@ def test_help_and_unknown_commands():
         result = run_script(script, "--help")
         assert result.returncode == 0 and result.stdout.startswith(f"usage: gptlm {name} ["), script
     module = [sys.executable, "-m", "gptlm"]
-    assert subprocess.run([*module, "--help"], capture_output=True).returncode == 0
-    assert subprocess.run([*module, "pretrian"], capture_output=True).returncode == 2
+    assert run([*module, "--help"]).returncode == 0
+    assert run([*module, "pretrian"]).returncode == 2
 
 
 def test_a_closed_output_pipe_is_not_an_error():
@@ -384,12 +388,15 @@ def test_a_prompt_is_kept_and_the_continuation_shortened(work, model):
     assert result.returncode == 1 and "fills the position table of 64" in result.stderr
 
 
-def test_a_small_demo(tmp_path):
-    result = run_script(
-        "demo", "--max_steps", 20, "--output_dir", tmp_path / "demo", environment={"OMP_NUM_THREADS": "2"}
-    )
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_a_small_demo(tmp_path, monkeypatch, capsys):
+    """On a part of the library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("asyncio", "email", "json", "logging", "unittest"):
+        shutil.copytree(library / name, tmp_path / "library" / name)
+    places = {**sysconfig.get_paths(), "stdlib": str(tmp_path / "library")}
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, *scheme: places[name])
+    assert main(["demo", "--max_steps", "20", "--output_dir", str(tmp_path / "demo")]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("written: ") and "AutoModelForCausalLM" in lines[-1]
     before, after = (float(word) for word in lines[-3].split() if word.replace(".", "").isdigit() and "." in word)
     assert before == pytest.approx(math.log(2048), abs=0.3) and after < before - 1

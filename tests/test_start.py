@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gptlm.model.tokenizer import train_tokenizer
+from tests.processes import run as run_processes
 
 SLOW = (
     "torchao",
@@ -64,19 +65,26 @@ def test_commands_import_what_they_use(command, folder, corpus_folder, tmp_path)
     words = [command, *flags.split()]
     run = f"from gptlm.cli import main; assert main({words!r}) == 0"
     if command == "sft":  # the first start encodes the rows, for which Arrow imports pandas
-        imported(run, names)
+        encoded = run_processes([sys.executable, "-m", "gptlm", *words])
+        assert encoded.returncode == 0, encoded.stderr
     assert imported(run, names) == "[]"
 
 
-def test_deepspeed_is_imported_by_runs_that_use_it_only():
+def test_deepspeed_is_imported_by_runs_that_use_it_only(tmp_path):
+    """Processes that are forked from one that has not imported it: what is imported before does not matter."""
     prepare = "from gptlm.upstream.accelerate import unwrap_without_deepspeed; unwrap_without_deepspeed()"
     unwrap = """
 import torch
 from accelerate import Accelerator
 assert isinstance(Accelerator(cpu=True).unwrap_model(torch.nn.DataParallel(torch.nn.Linear(1, 1))), torch.nn.Linear)
 """
-    assert imported(prepare + unwrap, ("deepspeed",)) == "[]"
-    assert imported(unwrap, ("deepspeed",)) == "['deepspeed']"  # else this needs no patch any more
+    found = []
+    for number, code in enumerate((prepare + unwrap, unwrap)):
+        (tmp_path / f"{number}.py").write_text(f"{code}\nimport sys\nprint('deepspeed' in sys.modules)")
+        done = run_processes([sys.executable, tmp_path / f"{number}.py"])
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.splitlines()[-1])
+    assert found == ["False", "True"]  # else this needs no patch any more
 
 
 def test_imports_do_not_collect_garbage_and_are_never_visited_by_later_collections():

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import gptlm
 from gptlm.cli import main
 from gptlm.model.tokenizer import load_tokenizer
+from tests.processes import run
 from tests.recipes.test_sft import ROWS, WORDS, model  # noqa: F401
 
 COMMON = {
@@ -56,7 +57,8 @@ def command(model, tmp_path_factory):  # noqa: F811
     files = {"dataset_name_or_path": folder / "train.jsonl", "eval_dataset_name_or_path": folder / "dev.json"}
     flags = COMMON | files | {"model_name_or_path": model, "output_dir": folder / "out", "do_train": True}
     words = [*as_words(flags | {"do_eval": True}), "--eval_steps=3"]
-    subprocess.run([sys.executable, "-m", "gptlm", "sft", *words], check=True, capture_output=True)
+    done = run([sys.executable, "-m", "gptlm", "sft", *words])
+    assert done.returncode == 0, done.stderr
     return folder / "out"
 
 

@@ -1,13 +1,12 @@
 """What DeepSpeed is left with, where gradients are reduced once after backward."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from gptlm.parallel.flat_grad_sync import _runs
+from tests.processes import DEEPSPEED, run
 
 START = """
 import torch
@@ -66,23 +65,23 @@ torch.distributed.destroy_process_group()
 """
 
 
-def said(script):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", START + script], capture_output=True, text=True, env=environment)
+def said(script, folder):
+    (folder / "script.py").write_text(START + script)
+    done = run([sys.executable, folder / "script.py"], modules=DEEPSPEED)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
 @pytest.mark.distributed
-def test_no_graph_of_a_weight_is_left():
+def test_no_graph_of_a_weight_is_left(tmp_path):
     """A recording cannot use what adds a gradient on another stream; a graph that is kept keeps that, too."""
-    assert said(LETS_GO).split()[-3:] == ["found", "6", "0"]
+    assert said(LETS_GO, tmp_path).split()[-3:] == ["found", "6", "0"]
 
 
 @pytest.mark.distributed
-def test_gradients_are_added_up_in_float32():
+def test_gradients_are_added_up_in_float32(tmp_path):
     """1 + 2^-9 is 1 in bfloat16; each step's sums begin anew: SGD with a rate of 1 moves weights twice by that."""
-    assert said(SUMS).splitlines()[-3:] == ["sum {1.001953125}"] * 2 + ["moved {2.003906}"]
+    assert said(SUMS, tmp_path).splitlines()[-3:] == ["sum {1.001953125}"] * 2 + ["moved {2.003906}"]
 
 
 def test_each_weight_counts_once_for_the_norm():

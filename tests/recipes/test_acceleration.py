@@ -1,9 +1,7 @@
 """When gradients are reduced once after backward (flat_grad_sync), and how they are flattened."""
 
 import logging
-import os
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +13,7 @@ from gptlm.parallel.flat_grad_sync import flatten_gradients
 from gptlm.recipes.common.acceleration import FLAT_LIMIT, check_flat_grad_sync, choose_flat_grad_sync
 from gptlm.recipes.common.deepspeed import deepspeed_config
 from gptlm.recipes.common.device import Device
-from tests.conftest import ROOT
+from tests.processes import run
 
 BASE = "--model_name_or_path gpt2-medium-en --input_dir d --output_dir o --bf16 --fp16_opt_level O2 "
 HALF = Device("cpu", "bf16", "O2")
@@ -49,9 +47,7 @@ def test_stages_of_different_size_decide_alike(tmp_path):
         "assert largest_of_all(7 - dist.get_rank()) == 7\n"
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, script], processes=2)
     assert done.returncode == 0, done.stderr[-1500:]
 
 

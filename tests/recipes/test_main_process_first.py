@@ -1,7 +1,5 @@
 """A process that waits too long for another ends with one sentence that names the flag."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +8,7 @@ from gptlm.commands.evaluate import parse_evaluate
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
 from gptlm.recipes.common.main_process_first import explain_timeout
-from tests.conftest import ROOT
+from tests.processes import run
 
 BOTH = """
 import sys, time
@@ -63,11 +61,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_waits_are_limited(tmp_path):
     (tmp_path / "both.py").write_text(BOTH)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*launcher, str(tmp_path / "both.py"), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-    )  # fmt: skip
+    result = run([sys.executable, tmp_path / "both.py", tmp_path], processes=2)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "said 0").read_text().split("\n")[0] == "True"
     in_order, index, barrier = (tmp_path / "said 1").read_text().split("\n")

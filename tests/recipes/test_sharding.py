@@ -17,7 +17,7 @@ from gptlm.commands.pretrain import parse_pretrain
 from gptlm.recipes.pretrain.run import pretrain
 from tests.checkpoint.made import assert_same_tensors
 from tests.conftest import ROOT
-from tests.processes import clean_environment
+from tests.processes import DEEPSPEED, clean_environment
 from tests.processes import run as run_processes
 
 STEPS, SAVED = 10, 5
@@ -46,7 +46,7 @@ def launch(processes: int, script: str, *words: object, log: Path) -> None:
     """Run a script of this folder in several processes of this machine; `log` gets all they say."""
     command = [sys.executable, ROOT / "tests" / "recipes" / script, *words]
     environment = clean_environment(PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    done = run_processes(command, env=environment, processes=processes, modules=("deepspeed", "datasets"), timeout=900)
+    done = run_processes(command, env=environment, processes=processes, modules=DEEPSPEED, timeout=900)
     log.write_text(done.stdout + done.stderr)
     assert done.returncode == 0, log.read_text()[-3000:]
 
