@@ -104,6 +104,7 @@ ALL_OF_MODEL = (*HF, *TOKENIZER, "model/generation_config.json")
 ADAPTERS = ("adapters/adapter_config.json", "adapters/adapter_model.safetensors")
 PAIR = ("tokens/text.bin", "tokens/text.idx")
 STEP = "out/checkpoint-1"
+SHARDS = ("shards/checkpoint-1/shards.json", "shards/checkpoint-1/weights-00001-of-00001.safetensors")
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ COMMAND_LINES = {
     "pretrain-npy": Command(f"{PRETRAIN} npy", ("npy/text_ids.npy", "npy/text_idx.npz"), ("model",)),
     "pretrain-resume": Command(
         f"{PRETRAIN} tokens --max_steps 2", (STEP, "out/trainer_state.json"), ("model", "tokens", "out")
+    ),
+    "pretrain-resume-shards": Command(
+        f"{PRETRAIN} tokens --max_steps 2 --checkpoint_format sharded --output_dir shards",
+        ("shards/checkpoint-1",),
+        ("model", "tokens", "shards"),
     ),
     "pretrain-bin": Command(
         f"{PRETRAIN} tokens --continue_training --model_name_or_path bin",
@@ -260,6 +266,7 @@ COMMAND_LINES = {
         "convert --from paddle-lora --output new",
         ("paddle-lora/lora_config.json", "paddle-lora/lora_model_state.pdparams"),
     ),
+    "convert-shards": Command("convert --from shards/checkpoint-1 --output new", SHARDS, ("shards",)),
     "convert-optimizer": Command("convert --from out/checkpoint-1 --output new", (STEP,), ("out",)),
     "merge-dora": Command("merge-lora --lora_path dora --output_path new", DORA, ("model",)),
     "merge-lora": Command("merge-lora --lora_path adapters --output_path new", (*ADAPTERS, *HF), ("model",)),
@@ -330,6 +337,7 @@ def build_world(root: Path) -> None:
     _quietly("data convert --input tokens/text --output_prefix npy/text --dataset_impl npy")
     _quietly("data convert --input tokens/text --output_prefix old/text --dataset_impl cached")
     _quietly(f"{PRETRAIN} tokens --do_eval")
+    _quietly(f"{PRETRAIN} tokens --checkpoint_format sharded --output_dir shards")
     _quietly(f"{SFT} sft --lora --do_eval false --output_dir tuned")
     _quietly("convert --from adapters --to paddle --output paddle-lora")
     settings = [*PRETRAIN.split()[1:-1], "--input_dir", "tokens", "--learning_rate", "1e-3", "--warmup_steps", "0.5"]

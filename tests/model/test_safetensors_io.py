@@ -41,12 +41,14 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     save_file(TENSORS, path)
     whole = path.read_bytes()
     header = json.dumps({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    text = header.replace(b"[0, 4]", b'["0", "4"]')
     for content, reason in (
         (whole[:-1], f"it has {len(whole) - 1} bytes, its header says {len(whole)}"),
         (whole + b"x", f"it has {len(whole) + 1} bytes"),
         (b"", "its header is not a list of tensors"),
         (whole[:12], "it has 12 bytes"),
         (struct.pack("<Q", 4) + b"null", "its header is not a list of tensors"),
+        (struct.pack("<Q", len(text)) + text + bytes(4), "its header is not a list of tensors"),
         (struct.pack("<Q", len(header)) + header + bytes(4), "cannot be read: .*header"),
     ):
         path.write_bytes(content)

@@ -12,12 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT, run_script
 
-KILLS = 20
+FORMS = {"hf": (20, []), "sharded": (30, ["--checkpoint_format", "sharded", "--async_save"])}  # kills and flags
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_path, form):
+    kills, flags = FORMS[form]
     words = [
+        *flags,
         *("--model_name_or_path", tiny_model, "--continue_training", "--input_dir", corpus_folder / "mmap"),
         *("--max_seq_length", 16, "--max_steps", 400, "--save_steps", 1, "--save_total_limit", 2),
         *("--per_device_train_batch_size", 2, "--split", "1,0,0", "--device", "cpu", "--disable_tqdm"),
@@ -29,7 +32,7 @@ def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_p
     output = tmp_path / "killed"
     generator = random.Random(0)
     interrupted = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         process = subprocess.Popen(
             [*command, "--output_dir", str(output)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -43,7 +46,7 @@ def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_p
         time.sleep(generator.uniform(0, 0.4))
         process.kill()
         interrupted += process.wait() < 0
-    assert interrupted >= KILLS // 2  # else the runs ended before they were killed
+    assert interrupted >= kills // 2  # else the runs ended before they were killed
     last = run_script("run_pretrain", *words, "--output_dir", output)
     assert last.returncode == 0 and "resuming from" in last.stdout, last.stderr
     a, b = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "whole", output))
@@ -52,9 +55,11 @@ def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_p
 
 
 @pytest.mark.slow
-def test_a_rank_killed_while_two_save_leaves_no_checkpoint_that_looks_whole(tiny_model, corpus_folder, tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_killed_while_two_save_leaves_no_checkpoint_that_looks_whole(tiny_model, corpus_folder, tmp_path, form):
     """ZeRO stage 2 on two processes; the launcher ends with the killed one, and the same command goes on."""
     words = [
+        *FORMS[form][1],
         *("--model_name_or_path", tiny_model, "--continue_training", "--input_dir", corpus_folder / "mmap"),
         *(
             "--max_seq_length",

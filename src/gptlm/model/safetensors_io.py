@@ -71,7 +71,7 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
             size = path.stat().st_size
             header = parse_json(file.read(length)) if length < size else {}
         metadata = dict(header.pop("__metadata__", None) or {})
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         shapes = {name: list(entry["shape"]) for name, entry in header.items()}
     except OSError as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}; copy or download it again") from error
@@ -79,7 +79,6 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
         raise GptlmError(
             f"{path} is damaged: its header is not a list of tensors; copy or download it again"
         ) from error
-    expected = 8 + length + end
     if size != expected:
         raise GptlmError(
             f"{path} is damaged: it has {size:,} bytes, its header says {expected:,}; copy or download it again"

@@ -49,21 +49,23 @@ class ShardedTensors(Mapping[str, Tensor]):
         """The elements of `name` in `box`, a matrix; no other elements are read."""
         entry = self.index.tensors[name]
         top, bottom, left, right = box
+        wanted = [
+            (part, own, place)
+            for part in entry.parts
+            for own, place in rectangles(part)
+            if own[0] < bottom and top < own[1] and own[2] < right and left < own[3]
+        ]
+        for part, _, _ in wanted:  # before memory is allocated for what the index says
+            self._check(entry, part)
         found = torch.empty(bottom - top, right - left, dtype=getattr(torch, DTYPES[entry.dtype]))
-        for part in entry.parts:
-            wanted = [
-                (own, place)
-                for own, place in rectangles(part)
-                if own[0] < bottom and top < own[1] and own[2] < right and left < own[3]
-            ]
-            values = self._values(entry, part) if wanted else None
-            for own, place in wanted:
-                rows, columns = max(own[0], top), max(own[2], left)
-                end, last = min(own[1], bottom), min(own[3], right)
-                width = own[3] - own[2]
-                first = place + (rows - own[0]) * width
-                lines = values[first : first + (end - rows) * width].view(end - rows, width)  # type: ignore[index]
-                found[rows - top : end - top, columns - left : last - left] = lines[:, columns - own[2] : last - own[2]]
+        for part, own, place in wanted:
+            rows, columns = max(own[0], top), max(own[2], left)
+            end, last = min(own[1], bottom), min(own[3], right)
+            width = own[3] - own[2]
+            first = place + (rows - own[0]) * width
+            values = self._opened(part.file).part(part.key)[first : first + (end - rows) * width]
+            lines = values.view(end - rows, width)
+            found[rows - top : end - top, columns - left : last - left] = lines[:, columns - own[2] : last - own[2]]
         return found
 
     def check(self) -> None:
@@ -72,7 +74,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             for part in entry.parts:
                 self._check(entry, part)
 
-    def _check(self, entry: Entry, part: Part) -> Any:
+    def _check(self, entry: Entry, part: Part) -> None:
         file, path = self._opened(part.file), self.folder / part.file
         if part.key not in file:
             raise GptlmError(f"{path} lacks {part.key:.99}, which {SHARDS_INDEX} names; copy the folder again")
@@ -82,11 +84,6 @@ class ShardedTensors(Mapping[str, Tensor]):
                 f"{path}: {part.key:.99} is {found.get_dtype()} {found.get_shape()}, {SHARDS_INDEX} says "
                 f"{entry.dtype} [{part.stop - part.start}]; copy the folder again"
             )
-        return file
-
-    def _values(self, entry: Entry, part: Part) -> Tensor:
-        values: Tensor = self._check(entry, part)[part.key]
-        return values
 
     def _opened(self, name: str) -> LazyTensors:
         if name not in self._files:
@@ -94,7 +91,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             step = read_header(path)[1].get(STEP)
             if step != str(self.index.step):
                 raise GptlmError(
-                    f"{path} is of step {step}, {SHARDS_INDEX} of step {self.index.step}: they are not of one "
+                    f"{path} is of step {step!s:.40}, {SHARDS_INDEX} of step {self.index.step}: they are not of one "
                     "checkpoint; copy the folder again"
                 )
             self._files[name] = LazyTensors([path])

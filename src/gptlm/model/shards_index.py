@@ -29,6 +29,7 @@ from gptlm.model.files import SHARDS_INDEX, WEIGHTS, WEIGHTS_INDEX
 VERSION = 1
 STEP = "step"  # in the metadata of each file
 LARGEST = 2**63 - 1  # elements of a tensor
+LONGEST_NAME = 255  # of a file
 DTYPES = {  # safetensors' names -> torch's
     "F64": "float64",
     "F32": "float32",
@@ -166,7 +167,8 @@ def parse_index(text: str) -> Index:
     if type(step) is not int or step < 0:
         raise ValueError(f"the step is {step!r:.40}")
     for name in files if isinstance(files, list) else [files]:
-        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name or "\0" in name:
+        is_name = isinstance(name, str) and name.endswith(".safetensors") and len(name) <= LONGEST_NAME
+        if not is_name or Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r:.99} is no safetensors file of the folder")
     tensors = {name: _entry(name, entry, files) for name, entry in found["tensors"].items()}
     if not any(map(is_weight, tensors)):
