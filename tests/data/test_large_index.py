@@ -95,7 +95,7 @@ def samples_of(input_dir, cache):
     return [(block.tolist(), lengths) for block, lengths in map(samples.__getitem__, range(len(samples)))]
 
 
-@pytest.mark.parametrize("layout", ["mmap", "lazy"])
+@pytest.mark.parametrize("layout", ["mmap", "lazy", "npy"])
 def test_what_stays_on_disk_gives_the_samples_of_what_is_in_memory(tmp_path, request, layout):
     """A blend; one corpus has documents of several sequences, and empty ones."""
     for name, seed in (("a", 1), ("b", 2)):
@@ -109,9 +109,12 @@ def test_what_stays_on_disk_gives_the_samples_of_what_is_in_memory(tmp_path, req
     wanted = samples_of(words, IndexCache([tmp_path / "memory"]))
     ends = [missing_eos(open_tokens(str(tmp_path / name)), 7) for name in "ab"]
     request.getfixturevalue("large")
+    cache = IndexCache([tmp_path / "disk"])
     for _ in range(2):  # built, then from the cache
-        assert samples_of(words, IndexCache([tmp_path / "disk"])) == wanted
-    assert [missing_eos(open_tokens(str(tmp_path / name)), 7) for name in "ab"] == ends
+        assert samples_of(words, cache) == wanted
+    opened = [open_tokens(str(tmp_path / name), cache) for name in "ab"]
+    assert not any(isinstance(part, np.ndarray) for tokens in opened for part in (tokens.sizes, tokens.starts))
+    assert [missing_eos(tokens, 7) for tokens in opened] == ends
 
 
 def test_a_large_index_is_read_whole_once(tmp_path, large, monkeypatch):

@@ -2,7 +2,7 @@
 and its older single `_ids.npz`.
 
 All contain the ids of all tokens back to back, and the length of each sequence. Ids are read as they are needed, except
-from the single .npz; so is a large .idx. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP
+from the single .npz; so are numbers of a large index. Byte layouts: Megatron-LM `indexed_dataset.py`, PaddleNLP
 `paddlenlp/data`.
 """
 
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Pointers:
         return self.array[places] // self.unit
 
 
-Starts = Pointers | np.ndarray
+Starts = Pointers | Numbers
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def open_tokens(prefix: str, cache: IndexCache | None = None) -> IndexedTokens:
     if len(formats) > 1:
         logger.warning("%s exists in several formats (%s): %s is read", prefix, ", ".join(formats), formats[0])
     if os.path.exists(f"{prefix}_ids.npy") or os.path.exists(f"{prefix}_idx.npz"):
-        return _open_npy(prefix)
+        return _open_npy(prefix, cache or IndexCache([]))
     if os.path.exists(f"{prefix}_ids.npz"):
         return _open_npz(prefix)
     return _open_bin(prefix, cache or IndexCache([]))
@@ -203,8 +203,7 @@ def _parse_tnt(file: OpenFile, size: int) -> Index:
     return dtype, sizes, Pointers(offsets, 1, "offsets"), documents
 
 
-@dataclass(frozen=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What a whole reading of an index tells: the tokens, `sizes_hash`, and whether every sequence is a document."""
 
     tokens: int
@@ -215,11 +214,7 @@ class _Facts:
 def _facts(
     path: Path, stat: os.stat_result, sizes: StoredArray, starts: Pointers, documents: StoredArray, cache: IndexCache
 ) -> _Facts:
-    """Of an index that is right in all its parts; a large one is read once, until it changes.
-
-    Raises:
-        GptlmError: if it is damaged.
-    """
+    """Of an index that is right in all its parts, else GptlmError is raised; a large one is read once."""
 
     def read() -> dict[str, np.ndarray]:
         tokens = _check_sizes(path, sizes, starts)
@@ -229,10 +224,13 @@ def _facts(
 
     if stat.st_size <= INDEX_IN_MEMORY:
         cache = IndexCache([])
-    what = {"facts of": str(path.resolve()), "bytes": stat.st_size, "stamp": stat.st_mtime_ns}
-    found = cache.load_or_build(what, read)
-    tokens, are_documents = np.asarray(found["facts"]).tolist()
-    return _Facts(tokens, np.asarray(found["hash"]).tobytes().decode(), bool(are_documents))
+    found = cache.load_or_build(_state("facts of", path, stat), read)
+    tokens, are_documents = found["facts"][:].tolist()
+    return _Facts(tokens, bytes(found["hash"][:]).decode(), bool(are_documents))
+
+
+def _state(what: str, path: Path, stat: os.stat_result) -> dict[str, Any]:
+    return {what: str(path.resolve()), "bytes": stat.st_size, "stamp": stat.st_mtime_ns}
 
 
 def _check_sizes(path: Path, sizes: StoredArray, starts: Pointers) -> int:
@@ -258,7 +256,7 @@ def _dtype_of(path: Path, version: int, code: int) -> np.dtype:
     return np.dtype(DTYPES[code]).newbyteorder("<")
 
 
-def _open_npy(prefix: str) -> IndexedTokens:
+def _open_npy(prefix: str, cache: IndexCache) -> IndexedTokens:
     tokens_path, index_path = Path(f"{prefix}_ids.npy"), Path(f"{prefix}_idx.npz")
     _require(tokens_path, index_path)
     try:
@@ -270,8 +268,23 @@ def _open_npy(prefix: str) -> IndexedTokens:
         raise
     except (ValueError, OSError, EOFError) as error:
         raise GptlmError(f"{tokens_path} is not a whole .npy file: {reason_of(error)}; {AGAIN}") from error
-    sizes, documents = load_npz(index_path, "lens", "docs")
-    return _from_arrays(prefix, tokens_path, index_path, tokens, sizes, documents)
+    stat = index_path.stat()
+
+    def read() -> IndexedTokens:
+        sizes, documents = load_npz(index_path, "lens", "docs")
+        return _from_arrays(prefix, tokens_path, index_path, tokens, sizes, documents)
+
+    if stat.st_size <= INDEX_IN_MEMORY or not cache.folders:
+        return read()
+
+    def unpack() -> dict[str, np.ndarray]:
+        found = read()
+        arrays = {name: np.asarray(getattr(found, name)) for name in ("sizes", "starts", "document_starts")}
+        return {**arrays, "hash": np.frombuffer(found.sizes_hash.encode(), np.uint8)}
+
+    arrays = cache.load_or_build(_state("arrays of", index_path, stat) | {"tokens": len(tokens)}, unpack)
+    sizes, starts, documents, known = (arrays[name] for name in ("sizes", "starts", "document_starts", "hash"))
+    return IndexedTokens(prefix, tokens_path, tokens, sizes, starts, documents, bytes(known[:]).decode())
 
 
 def _open_npz(prefix: str) -> IndexedTokens:

@@ -68,7 +68,8 @@ def check(arguments: CheckArguments) -> None:
     tokens, facts = _open(arguments)
     vocab_size = arguments.vocab_size or facts.get("vocab_size")
     low, high = id_range(tokens.tokens)
-    bad = first_bad_token(tokens, vocab_size if vocab_size else np.iinfo(np.int64).max)
+    limit = vocab_size or np.iinfo(np.int64).max
+    bad = first_bad_token(tokens, limit) if low < 0 or high >= limit else None
     if bad is not None:
         sequence, offset, token = bad
         reason = f"not below {vocab_size}" if token >= 0 else "and ids start at 0"
