@@ -1,10 +1,14 @@
-"""Signals before a command runs and after it: no traceback."""
+"""Signals before a command runs, inside a library, and after the command: no traceback."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from gptlm.cli import main
 
 SENDING = """
 import os, sys
@@ -41,3 +45,14 @@ def test_ctrl_c_while_libraries_clean_up(tmp_path):
     late = "import atexit, os, signal; atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))"
     code, error = ended(f"{late}\nfrom gptlm.cli import main\nmain(['--version'])")
     assert (code, error) == (130, "")
+
+
+def test_an_error_that_a_library_makes_of_the_signal_is_not_reported(monkeypatch, capsys):
+    class Rows(list):
+        def __getitem__(self, place):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().__getitem__(place)
+
+    monkeypatch.setattr("gptlm.recipes.report.run.report", lambda arguments: torch.tensor(Rows([1, 2])))
+    assert main(["report", "out"]) == 143
+    assert capsys.readouterr().err == "gptlm report: ended by SIGTERM\n"

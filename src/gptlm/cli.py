@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if (ending := ending_in(error)) is not None:
             return _ended(name, ending)
-        if signals.received is not None and is_lost_process(error):  # the signal has reached that one, too
+        # torch replaces what is raised while it reads elements of a tensor; or the signal has ended another rank
+        if signals.received is not None and (signals.was_raised or is_lost_process(error)):
             return Terminated(signals.received).reported(name)
         return _failed(name, error)
     finally:

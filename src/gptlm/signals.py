@@ -48,13 +48,14 @@ class Handler:
         received: the first signal; None: none yet.
         is_held: whether it is only noted for now.
         is_ending: the process ends already, and further signals have no effect.
+        was_raised: Terminated was raised, which a library may have replaced by an error of its own.
         cut_files: notes files that become shorter while they are read.
     """
 
     def __init__(self, together: float) -> None:
         self.received: int | None = None
         self.cut_files = CutFiles(lambda: next(filter(self._handles, NUMBERS), None))
-        self.is_held = self.is_ending = False
+        self.is_held = self.is_ending = self.was_raised = False
         self._first, self._together = 0.0, together
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -70,7 +71,7 @@ class Handler:
     def end(self) -> None:
         """Raises Terminated, once, if a signal was received."""
         if self.received is not None and not self.is_ending:
-            self.is_ending = True
+            self.is_ending = self.was_raised = True
             raise Terminated(self.received)
 
     def _handles(self, number: int) -> bool:

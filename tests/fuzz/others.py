@@ -41,8 +41,7 @@ def request(file: str, path: str | None = None, *_: str) -> int:
         server.shutdown()
     status = answer.split(b" ", 2)[1:2]
     print(answer.decode(errors="replace"))
-    # without a status: HTTP/0.9, or the client has hung up
-    return 0 if not status or status[0][:1] in b"234" else 99
+    return 99 if status == [b"500"] else 0  # 501: no such method; without a status: HTTP/0.9, or nothing was answered
 
 
 def _sent(content: bytes, port: int) -> bytes:
@@ -76,6 +75,10 @@ def call(function: str, first: str, *words: str) -> int:
     except GptlmError as error:
         print(printed(error), file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # Python callers get the system's own errors
+        if not error.filename:
+            raise
+        return 1
     except TypeError as error:  # of Python: a keyword that is a positional argument, too
         if "got multiple values for argument" not in str(error):
             raise

@@ -63,6 +63,9 @@ def test_bad_gpt2_files_are_named(files):
     merges.write_text(good.rstrip("\n")[:-2] + "qqq\n")
     with pytest.raises(GptlmError, match=r"merges.txt, line \d+"):
         load_gpt2_files(str(vocabulary), str(merges))
+    merges.write_bytes(good.encode() + b"\xff\xfe a\n")
+    with pytest.raises(GptlmError, match=r"merges.txt.*UTF-8"):
+        load_gpt2_files(str(vocabulary), str(merges))
     merges.write_text("".join(good.splitlines(keepends=True)[:-3]))
     with pytest.raises(GptlmError, match="no merge for 3 tokens.*cut short"):
         load_gpt2_files(str(vocabulary), str(merges))

@@ -132,6 +132,8 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise GptlmError(f"cannot read the merges {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GptlmError(f"the merges {path} are not UTF-8 (byte {error.start + 1}); copy the file again") from error
     merges = []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
