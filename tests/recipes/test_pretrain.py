@@ -753,7 +753,7 @@ def test_an_old_random_state_that_would_run_code(train, tmp_path, capsys):
 def test_checkpoints_hold_no_pickle(train, tmp_path):
     train()
     kinds = {path.suffix for path in (tmp_path / "out" / "checkpoint-3").rglob("*") if path.is_file()}
-    assert kinds <= {".json", ".safetensors", ".txt", ".jinja"} and {".json", ".safetensors"} <= kinds
+    assert kinds <= {".json", ".safetensors", ".txt", ".jinja", ".md"} and {".json", ".safetensors"} <= kinds
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".bin", ".pth", ".pt", ".pkl")]
 
 
