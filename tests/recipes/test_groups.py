@@ -16,7 +16,7 @@ from tests.recipes import test_sft
 from tests.recipes.test_layouts import BASE, SAVED, STEPS, case, model, wanted, weights, words  # noqa: F401 - fixtures
 from tests.recipes.test_sft import examples  # noqa: F401 - a fixture
 from tests.recipes.test_sft import model as tuned_model  # noqa: F401 - a fixture
-from tests.recipes.test_sharding import TINY, losses, norms, run_session
+from tests.recipes.test_sharding import TINY, launch, losses, norms, run_session
 
 pytestmark = pytest.mark.distributed
 
@@ -105,3 +105,13 @@ def test_fine_tuning_in_pairs(session, tuned_model, examples, tmp_path, name):  
     sft(parse_sft([str(word) for word in argv], {}))
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert losses(session[1][name]) == pytest.approx(losses({"history": history}), abs=1e-5)
+
+
+def test_offloaded_gradients_are_averaged_over_the_pairs(tmp_path):
+    """In every stage, and an overflow in one of the pairs is one in both; see offloaded_pairs.py."""
+    launch(4, "offloaded_pairs.py", tmp_path / "result.json", log=tmp_path / "log.txt")
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert len(found) == 6
+    for name, weights_apart, norms_apart, overflow in found:
+        assert weights_apart < 1e-6 and norms_apart < 1e-6, name
+        assert overflow == [name in ("stage1 offload", "stage2 offload")] * 4, name

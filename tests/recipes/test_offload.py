@@ -7,10 +7,12 @@ from tests.recipes.test_sharding import BASE, NO_DROPOUT, SAVED, losses, run_ses
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_offloading_trains_and_goes_on_like_the_rest(tiny_model, corpus_folder, tmp_path, processes):
+    """Four processes shard in pairs."""
     words = [*BASE, *NO_DROPOUT, "--model_name_or_path", tiny_model, "--continue_training"]
     words += ["--input_dir", corpus_folder / "mmap"]
+    words += ["--sharding_parallel_degree", 2] if processes == 4 else []
     cases = [("plain", words)]
     for stage in ("stage1", "stage2", "stage3"):
         cases.append((stage, [*words, "--sharding", f"{stage} offload"]))
