@@ -65,7 +65,6 @@
   }
   function read(x) {  // below each chart, the values of its curves next to x
     document.querySelectorAll(".values").forEach((place, at) => {
-      place.style.minHeight = `${place.offsetHeight}px`;  // charts below do not move up and down
       place.replaceChildren(...(x === null ? [] : readings[at].map((curve) => valueOf(curve, x))));
     });
   }
