@@ -15,7 +15,6 @@ from pathlib import Path
 
 import nltk
 import numpy as np
-import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -231,10 +230,8 @@ def test_paddlenlp_s_command_trains_resumes_after_a_kill_and_loads(work, model):
     deadline = time.time() + 120
     while not (work / "killed" / "checkpoint-4").exists() and time.time() < deadline:
         time.sleep(0.01)
-    workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert not psutil.wait_procs(workers, timeout=60)[1]  # they look for their parent every 5 s, and keep the folder
     for folder in (work / "killed").glob("checkpoint-1*"):  # leave some steps to do, however far it came
         shutil.rmtree(folder)
     again = run_script("run_pretrain", *words, "--output_dir", "killed", cwd=work)

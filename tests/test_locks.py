@@ -65,6 +65,35 @@ def test_the_lock_of_a_killed_process_is_free_and_its_file_is_removed_by_the_nex
     assert not (tmp_path / ".lock").exists()
 
 
+def _hold_and_fork(path: Path) -> None:
+    with locked(path):
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            time.sleep(60)
+            os._exit(0)
+        path.with_name("child").write_text(str(child))
+        path.with_name("held").touch()
+        time.sleep(60)
+
+
+def test_forked_processes_do_not_keep_the_lock_of_a_killed_process(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_hold_and_fork, args=(tmp_path / ".lock",))
+    process.start()
+    while not (tmp_path / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    child = int((tmp_path / "child").read_text())
+    try:
+        os.kill(child, 0)
+        with locked(tmp_path / ".lock"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def _count(path: Path) -> None:
     for _ in range(20):
         with locked(path, wait=True):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,12 +18,15 @@ POLL = 0.1  # seconds
 class Lock:
     """An advisory lock on the file `path`, which is there while a process has or wants the lock.
 
-    The system releases the lock of a killed process. On a file system without locks, `acquire` raises OSError.
+    The system releases the lock of a killed process, also where processes that it forked live on: they do not have the
+    lock. On a file system without locks, `acquire` raises OSError.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._file: int | None = None
+        lock = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close(lock()))
 
     def acquire(self) -> bool:
         """Returns whether the lock is taken now; it does not wait.
@@ -57,6 +61,13 @@ class Lock:
         with suppress(OSError):
             if os.pread(file, len(CONTENT) + 1, 0) == CONTENT and is_at(file, self.path):
                 self.path.unlink()
+
+
+def _close(lock: Lock | None) -> None:
+    """In a forked process: the lock belongs to its parent, and is held while any copy of the file is open."""
+    if lock is not None and lock._file is not None:
+        os.close(lock._file)
+        lock._file = None
 
 
 def _open(path: Path) -> int:

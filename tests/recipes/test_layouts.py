@@ -132,6 +132,8 @@ def two(words, steep, tmp_path_factory):
         more = f"{TWO[name]} --fp16 --scale_loss {2**20} --loss_scale_window {WINDOW}"
         cases.append(case(words, folder, f"{name} overflow O1", more))
     cases.append(case(words, folder, "only evaluated", f"{PP} --do_train 0 --model_name_or_path {folder}/tp2"))
+    more = f"{PP} --virtual_pp_degree 2 --do_train 0 --model_name_or_path {folder}/tp2"
+    cases.append(case(words, folder, "evaluated one by one", f"{more} --per_device_eval_batch_size 1 --eval_iters 4"))
     return folder, run_session(2, cases, folder)
 
 
@@ -295,6 +297,8 @@ def test_evaluations_agree(two, four):
         assert values == pytest.approx(found["pp2"], abs=2e-5), name
     alone = two[1]["only evaluated"]["metrics"]["eval_loss"]
     assert alone == pytest.approx(found["tp2"][-1], abs=1e-6)
+    single = two[1]["evaluated one by one"]["metrics"]["eval_loss"]
+    assert single == pytest.approx(found["tp2"][-1], abs=1e-6)
 
 
 @pytest.mark.distributed

@@ -89,6 +89,10 @@ class Pipeline:
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of a batch, on every stage."""
         self.factor = 1.0
+        missing = -len(ids) % self.mesh.dims.pipeline if self.chunks > 1 else 0
+        if missing:  # interleaved stages need a micro-batch each, all of one size: rows without targets fill them up
+            ids = torch.cat((ids, ids.new_zeros(missing, ids.shape[1])))
+            targets = torch.cat((targets, targets.new_full((missing, targets.shape[1]), -100)))
         if tuple(ids.shape) not in self._evaluations:
             count = self.mesh.dims.pipeline if self.chunks > 1 else 1
             self._evaluations[tuple(ids.shape)] = self._schedule(count, training=False)
