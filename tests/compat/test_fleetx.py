@@ -425,7 +425,7 @@ def plan_command(words):
     job = parse_plan(words)
     best = candidates(sizes_of(job.run), cluster_of(job.machine), job.global_batch, precision_of(job.run))[0]
     text = command(job, best.layout)
-    rest = shlex.split(text.partition("run_pretrain.py ")[2])
+    rest = shlex.split(text.partition(" pretrain ")[2])
     assert with_layout(rest, {"WORLD_SIZE": "8"}) == (rest, "")
     assert parse_pretrain(rest, {"WORLD_SIZE": "8"}).dims.tensor == best.layout.tensor
     return text

@@ -9,6 +9,7 @@ from gptlm.commands.pretrain import PRETRAIN
 from gptlm.commands.sft import SFT
 from gptlm.config.parser import ALWAYS_ON, parse
 from gptlm.errors import UsageError
+from gptlm.secret import Secret
 
 HONOURED = {  # field -> (a value, what the argument of the same or another name then is)
     "output_dir": ("o", "o"),
@@ -76,6 +77,13 @@ HONOURED = {  # field -> (a value, what the argument of the same or another name
     "save_only_model": ("true", True),
     "enable_jit_checkpoint": ("true", True),
     "use_cpu": ("true", "cpu"),
+    "push_to_hub": ("true", True),
+    "hub_model_id": ("me/it", "me/it"),
+    "hub_token": ("hf_it", Secret("hf_it")),
+    "hub_private_repo": ("true", True),
+    "hub_strategy": ("end", "end"),
+    "hub_revision": ("second", "second"),
+    "hub_always_push": ("true", True),
 }
 RENAMED = {
     "activation_checkpointing": "recompute",
