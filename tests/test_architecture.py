@@ -22,7 +22,7 @@ def test_the_layers_are_those_of_the_guard():
     picture = PAGE.partition("```text\n")[2].partition("```")[0].splitlines()
     lines = [[name.removesuffix(".py").rstrip("/") for name in re.findall(r"\w+(?:/|\.py)", line)] for line in picture]
     levels = [[LAYERS[name] for name in names] for names in lines]
-    assert len(levels) == 11
+    assert len(levels) == 12
     for above, below in itertools.pairwise(levels):
         assert min(above) >= max(below)
     shown = {name for names in lines for name in names}
