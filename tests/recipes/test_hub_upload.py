@@ -84,6 +84,14 @@ def test_a_stranger_loads_the_uploaded_model(uses_store, hub, words, tmp_path, m
     assert not (tmp_path / "out" / ".upload.incomplete").exists()
 
 
+def test_only_the_final_model_of_sharded_checkpoints_is_uploaded(hub, words, capfd):
+    more = ["--checkpoint_format", "sharded", "--async_save", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    assert main([*words, *more, "--hub_token", WRITES]) == 0
+    assert "--hub_strategy every_save has no effect" in "".join(capfd.readouterr())
+    assert hub.repositories["ann/out"].commits == ["End of training"]
+    assert "model.safetensors" in hub.repositories["ann/out"].branches["main"]
+
+
 def test_a_failed_upload_loses_nothing(hub, words, tmp_path, capfd):
     hub.refused["/commit/"] = 500
     words += ["--hub_token", WRITES, "--hub_model_id", "team/x", "--hub_strategy", "end", "--save_strategy", "steps"]

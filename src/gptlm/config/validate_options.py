@@ -77,6 +77,11 @@ def _note_idle(parsed: Parsed, training: TrainingArguments) -> None:
     hub = parsed[HubArguments]
     if hub.push_to_hub and not training.do_train:
         note(f"{named('push_to_hub')} has no effect: nothing is trained")
+    elif hub.push_to_hub and hub.hub_strategy == "every_save" and training.checkpoint_format == "sharded":
+        note(
+            f"{named('hub_strategy')} every_save has no effect: others cannot load sharded checkpoints; the final "
+            "model is uploaded"
+        )
     for name in HUB_SETTINGS:
         if not hub.push_to_hub and parsed.given(name):
             note(f"{named(name)} has no effect without {named('push_to_hub')}")

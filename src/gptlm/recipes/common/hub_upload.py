@@ -124,11 +124,16 @@ def uploading(run: Run, hooks: Hooks = NO_HOOKS) -> Iterator[Hooks]:
         return
     uploads = CheckpointUploads(run)
     try:
-        yield replace(hooks, callbacks=(*hooks.callbacks, uploads)) if run.hub.hub_strategy != "end" else hooks
+        yield replace(hooks, callbacks=(*hooks.callbacks, uploads)) if _uploads_checkpoints(run) else hooks
         uploads.wait()
     finally:
         uploads.stop()
     _upload(run)
+
+
+def _uploads_checkpoints(run: Run) -> bool:
+    """Others could not load sharded checkpoints."""
+    return run.hub.hub_strategy == "every_save" and run.training.checkpoint_format != "sharded"
 
 
 def _upload(run: Run) -> None:
