@@ -132,7 +132,7 @@ def two(words, steep, tmp_path_factory):
         more = f"{TWO[name]} --fp16 --scale_loss {2**20} --loss_scale_window {WINDOW}"
         cases.append(case(words, folder, f"{name} overflow O1", more))
     cases.append(case(words, folder, "only evaluated", f"{PP} --do_train 0 --model_name_or_path {folder}/tp2"))
-    more = f"{PP} --virtual_pp_degree 2 --do_train 0 --model_name_or_path {folder}/tp2"
+    more = f"{PP} --virtual_pp_degree 2 {ONE} --do_train 0 --model_name_or_path {folder}/tp2"
     cases.append(case(words, folder, "evaluated one by one", f"{more} --per_device_eval_batch_size 1 --eval_iters 4"))
     return folder, run_session(2, cases, folder)
 
