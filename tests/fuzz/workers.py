@@ -140,7 +140,7 @@ def run_command(words: list[str], folder: Path, sending: Sending | None = None) 
         faults.append(f"exit code {code}")
     faults += [f"left the process {line}" for line in _left_processes()]
     left = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*"))
-    left = [name for name in left if not name.startswith("gptlm-error-")]
+    left = [name for name in left if not name.startswith(("gptlm-error-", "torchinductor_"))]  # torch keeps its cache
     left += [
         str(path.relative_to(folder)) for ending in ("incomplete*", "lock") for path in folder.rglob(f"*.{ending}")
     ]

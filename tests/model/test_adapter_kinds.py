@@ -6,7 +6,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from gptlm.errors import GptlmError
 from gptlm.inference.loading import load_for_inference
+from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.adapter_kinds import AdapterKind, wrong_initialization
 from gptlm.model.build import load_model
 from gptlm.model.lora import StoredAdapters, add_adapters, save_adapters
@@ -100,3 +102,11 @@ def test_the_saved_halves_are_those_of_peft_s_own_conversion(tiny_model, tmp_pat
 def test_initializations_that_are_not_there(text, says):
     assert says in wrong_initialization(text, 3)
     assert wrong_initialization("pissa_niter_16", 3) is None
+
+
+def test_numbers_that_no_float_holds_are_refused(tmp_path):
+    text = '{"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "lora_alpha": %s}'
+    for number in ("1" + "0" * 400, "NaN", "-Infinity"):
+        (tmp_path / "adapter_config.json").write_text(text % number)
+        with pytest.raises(GptlmError, match="is damaged"):
+            read_adapter_config(tmp_path)

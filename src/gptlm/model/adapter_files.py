@@ -1,6 +1,5 @@
 """PEFT's adapter folders: their configuration, tensor shapes and base model. This module does not import torch."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str | None):
         raise GptlmError(f"{path} is damaged: base_model_name_or_path is {base!r:.60}; copy the folder again")
-    if config["r"] < 1 or not math.isfinite(config["lora_alpha"]):
+    if config["r"] < 1 or not abs(config["lora_alpha"]) < 1e300:
         raise GptlmError(
             f"{path} is damaged: r is {config['r']}, lora_alpha {config['lora_alpha']}; copy the folder again"
         )

@@ -365,7 +365,7 @@ def _check_loss(trainer: Any, pending: float, last_logged: int) -> None:
 
 def failure(trainer: Any, what: str, advice: str = ADVICE) -> str:
     """A sentence on why the run ends, with the last finite loss and the newest checkpoint."""
-    good = [entry for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
+    good = [entry for entry in trainer.state.log_history if abs(entry.get("loss", math.nan)) < math.inf]
     last = (
         f"the last finite loss was {good[-1]['loss']} at step {good[-1]['step']}"
         if good

@@ -1,6 +1,5 @@
 """Reads what runs recorded: `run_log.jsonl` of this version, else the files that every run of transformers leaves."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -223,6 +222,5 @@ def _is_step(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < 1e300
-    )
+    """Whether it can be drawn; integers may be larger than any float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
