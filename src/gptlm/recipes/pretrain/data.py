@@ -28,7 +28,7 @@ from gptlm.data.epochs import Filled
 from gptlm.data.indexed import content_fingerprint
 from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
-from gptlm.ranks import is_main_process
+from gptlm.ranks import is_main_process, local_rank
 from gptlm.recipes.common.main_process_first import main_process_first, told_by_main
 from gptlm.recipes.common.resume import SAMPLED
 
@@ -141,14 +141,15 @@ def samples_per_epoch(dataset: PretrainingDataset | None) -> float | None:
 
 @doing("building the sample index")
 def build_datasets(run: PretrainRun, corpora: list[Corpus]) -> Datasets:
-    """Checked datasets; one process per node builds the index (one in all with share_folder), the others wait.
+    """Checked datasets; one process per node builds the index (one in all with share_folder), or compares it
+    with its checksums; the others wait.
 
     Raises:
         GptlmError: if ids do not fit the model, a split is too short, one that is needed is empty, or building takes
             longer than `--ddp_timeout`.
     """
     with main_process_first("the sample index", run.training.ddp_timeout, per_node=not run.data.share_folder):
-        return load_or_build_datasets(run, corpora)
+        return load_or_build_datasets(run, corpora, verify=local_rank() == 0)
 
 
 def load_or_build_datasets(run: PretrainRun, corpora: list[Corpus], *, verify: bool = False) -> Datasets:
