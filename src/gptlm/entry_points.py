@@ -33,7 +33,7 @@ from gptlm.commands.tokenizer import TOKENIZER, parse_tokenizer
 from gptlm.compat.auto_convert import ConversionNeeded, with_conversions
 from gptlm.config.args.inference import STDIN, PredictArguments
 from gptlm.config.help import help_text
-from gptlm.config.parser import Vocabulary
+from gptlm.config.parser import Parsed, Vocabulary
 from gptlm.config.run import Run
 from gptlm.config.validate import check_readable
 from gptlm.data.corpora import parse_input
@@ -149,10 +149,8 @@ def tokenizer(argv: Sequence[str]) -> None:
 
 
 def predict(argv: Sequence[str]) -> None:
-    words, printing = _without_print_config(argv)
-    if printing:
-        found = resolve_predict(words, printing=True, piped=_piped())
-        _print_json(found.as_json(), found.missing)
+    words = _words_unless_printed(argv, lambda words: resolve_predict(words, printing=True, piped=_piped()))
+    if words is None:
         return
     arguments, notes = with_conversions(lambda: parse_predict(words, piped=_piped()), _convert_on_stderr)
     check_readable("input_file", None if arguments.input_file == STDIN else arguments.input_file)
@@ -171,10 +169,8 @@ def predict(argv: Sequence[str]) -> None:
 
 
 def chat(argv: Sequence[str]) -> None:
-    words, printing = _without_print_config(argv)
-    if printing:
-        found = resolve_chat(words, printing=True)
-        _print_json(found.as_json(), found.missing)
+    words = _words_unless_printed(argv, lambda words: resolve_chat(words, printing=True))
+    if words is None:
         return
     arguments, notes = _conversation(parse_chat, words)
     with importing():
@@ -183,10 +179,8 @@ def chat(argv: Sequence[str]) -> None:
 
 
 def serve(argv: Sequence[str]) -> None:
-    words, printing = _without_print_config(argv)
-    if printing:
-        found = resolve_serve(words, printing=True)
-        _print_json(found.as_json(), found.missing)
+    words = _words_unless_printed(argv, lambda words: resolve_serve(words, printing=True))
+    if words is None:
         return
     arguments, notes = _conversation(parse_serve, words)
     with importing():
@@ -195,10 +189,8 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    words, printing = _without_print_config(argv)
-    if printing:
-        found = resolve_evaluate(words, printing=True)
-        _print_json(found.as_json(), found.missing)
+    words = _words_unless_printed(argv, lambda words: resolve_evaluate(words, printing=True))
+    if words is None:
         return
     processes = world_size()
     arguments, notes = with_conversions(lambda: parse_evaluate(words, processes), _convert_on_stderr)
@@ -321,6 +313,20 @@ def _piped() -> bool:
 def _without_print_config(argv: Sequence[str]) -> tuple[list[str], bool]:
     words = [word for word in argv if word not in PRINT_CONFIG]
     return words, len(words) < len(argv)
+
+
+def _words_unless_printed(argv: Sequence[str], resolve: Callable[[Sequence[str]], Parsed]) -> list[str] | None:
+    """The words of a command that is to run; None if --print_config was among them, and what `resolve` returns printed.
+
+    Raises:
+        UsageError: as `_print_json`.
+    """
+    words, printing = _without_print_config(argv)
+    if not printing:
+        return words
+    found = resolve(words)
+    _print_json(found.as_json(), found.missing)
+    return None
 
 
 def _print_run(run: Run) -> None:
