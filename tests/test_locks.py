@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,16 @@ def test_what_cannot_be_locked_stays_as_it_is(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+def holding(folder: Path, hold: Callable[[Path], None]) -> SpawnProcess:
+    """A process in `hold`, which has the lock and has made the file `held`."""
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(folder / ".lock",))
+    process.start()
+    while not (folder / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    return process
+
+
 def _hold(path: Path) -> None:
     with locked(path):
         path.with_name("held").touch()
@@ -51,11 +63,7 @@ def _hold(path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_free_and_its_file_is_removed_by_the_next(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=_hold, args=(tmp_path / ".lock",))
-    process.start()
-    while not (tmp_path / "held").exists():
-        assert process.is_alive()
-        time.sleep(0.01)
+    process = holding(tmp_path, _hold)
     assert not Lock(tmp_path / ".lock").acquire()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -78,11 +86,7 @@ def _hold_and_fork(path: Path) -> None:
 
 
 def test_forked_processes_do_not_keep_the_lock_of_a_killed_process(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=_hold_and_fork, args=(tmp_path / ".lock",))
-    process.start()
-    while not (tmp_path / "held").exists():
-        assert process.is_alive()
-        time.sleep(0.01)
+    process = holding(tmp_path, _hold_and_fork)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     child = int((tmp_path / "child").read_text())
