@@ -88,7 +88,7 @@ def _replace_missing_pages(libc: ctypes.CDLL) -> str | None:
     found = None
     for line in MAPS.read_text(errors="surrogateescape").splitlines():
         addresses, access, offset, _, inode, *path = line.split(maxsplit=5)
-        if inode == "0" or not path or not access.startswith("r"):  # libraries have gaps that nobody may read
+        if inode == "0" or not path or not access.startswith("r"):  # libraries have gaps without access
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         with suppress(OSError):

@@ -57,7 +57,7 @@ class Checkpointer:
         resume_weights_only: resume with a checkpoint's weights and samples, but a new optimizer and schedule.
         mesh: process groups where several processes share a replica, with `chunks` pipeline stages each.
         sharded: each process writes its own share of a checkpoint (shards.py).
-        in_background: training goes on when the shares are copied to host memory; needs `sharded`.
+        in_background: training continues when the shares are copied to host memory; needs `sharded`.
     """
 
     def __init__(

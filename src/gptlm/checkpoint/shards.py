@@ -219,7 +219,7 @@ class Save:
         self._agree(error)
 
     def start(self) -> None:
-        """Write it in a thread, while training goes on; `parts` must be copies, `group` used by nothing else."""
+        """Write it in a thread, while training continues; `parts` must be copies, `group` used by nothing else."""
 
         def work() -> None:
             try:

@@ -42,7 +42,7 @@ class HubArguments:
     )
     hub_strategy: str = arg(
         "every_save",
-        "when to upload; end: after training, every_save: also the model of each checkpoint, while training goes on",
+        "when to upload; end: after training, every_save: also the model of each checkpoint, while training continues",
         check=bad_strategy,
     )
     hub_revision: str | None = arg(None, "branch to upload to, created if it does not exist; unset: main")

@@ -283,7 +283,7 @@ class TrainingArguments:
         choices=("hf", "sharded"),
     )
     async_save: bool = arg(
-        False, "checkpoint_format sharded: training goes on when the checkpoint is copied to host memory"
+        False, "checkpoint_format sharded: training continues when the checkpoint is copied to host memory"
     )
     save_total_limit: int | None = arg(None, "maximum number of checkpoints to keep; unset: all", ge=1)
     load_best_model_at_end: bool = arg(False, "load the best checkpoint at the end of training")

@@ -160,7 +160,7 @@ def _upload(run: Run) -> None:
 
 
 class CheckpointUploads(TrainerCallback):
-    """Uploads the model of each checkpoint while training goes on, one at a time. A failure is a warning.
+    """Uploads the model of each checkpoint while training continues, one at a time. A failure is a warning.
 
     Another process does it: it takes no time of the training's interpreter, and can be ended.
     """
