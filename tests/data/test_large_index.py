@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data import cache as cache_module
 from gptlm.data import indexed
 from gptlm.data import order as order_module
@@ -19,6 +20,7 @@ from gptlm.data.indexed import open_tokens
 from gptlm.data.order import build_order
 from gptlm.data.writer import IndexedTokensWriter
 from gptlm.errors import GptlmError
+from gptlm.recipes.pretrain.data import build_datasets
 from tests.conftest import write_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +179,21 @@ def test_memory_for_a_trillion_tokens(tmp_path, data_order):
     found = measured(tmp_path, 100, 10_000_000, "--data_order", data_order)
     assert found["build"]["documents"] == 10**9 and found["build"]["tokens"] > 10**12
     assert found["build"]["peak_mib"] < 150 and found["read"]["peak_mib"] < 100
+
+
+def test_a_run_builds_a_large_index_again_whose_values_were_exchanged(tmp_path, large, tiny_model):
+    write_tokens(tmp_path / "data" / "a", documents=50)
+    words = ["--model_name_or_path", tiny_model, "--input_dir", tmp_path / "data", "--output_dir", tmp_path / "out"]
+    more = "--max_seq_length 16 --max_steps 9 --per_device_train_batch_size 2 --split 90,10,0 --do_train --do_eval 0"
+    run = parse_pretrain([*map(str, words), *more.split(), "--data_cache", str(tmp_path / "cache")], {})
+
+    def order():
+        dataset = build_datasets(run, open_corpora(str(tmp_path / "data"), "90,10,0"))["train"]
+        return [dataset[i].tolist() for i in range(len(dataset))]
+
+    good = order()
+    (file,) = (tmp_path / "cache").rglob("*_shuffle.npy")
+    array = np.load(file)
+    array[:2] = array[1::-1]
+    np.save(file, array)
+    assert order() == good
