@@ -10,9 +10,10 @@ import os
 import signal
 import time
 from _thread import interrupt_main, start_new_thread
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 MAPS = Path("/proc/self/maps")  # of Linux; elsewhere a process is still killed
 SIGACTION = 256  # bytes, more than a `struct sigaction` has
@@ -30,56 +31,62 @@ class FileCutOff(BaseException):
 class CutFiles:
     """Notes a file that was cut off while it was read, and interrupts the main thread.
 
-    Args:
-        number: the signal whose handler in Python calls `check`; None: there is none, and the process is killed.
-
     Attributes:
         path: of the file; None: all are whole.
     """
 
-    def __init__(self, number: Callable[[], int | None]):
+    def __init__(self) -> None:
         self.path: str | None = None
-        self._number = number
-        self._is_handling = False
+        self._is_raised = False
 
     def check(self) -> None:
         """Raises FileCutOff if a file was cut off."""
         if self.path is not None:
+            self._is_raised = True
             raise FileCutOff(self.path)
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Handle SIGBUS in the block."""
+        """Handle SIGBUS in the block, which the main thread runs."""
         if not MAPS.exists():
             yield
             return
         libc = ctypes.CDLL(None)
 
         def handle(_: int) -> None:
-            self._is_handling = True
-            number, path = self._number(), _replace_missing_pages(libc)
-            if path is None or number is None:
-                signal.signal(signal.SIGBUS, signal.SIG_DFL)  # the read is repeated and ends the process
+            """In any thread, as several of them compute with one tensor."""
+            path = _replace_missing_pages(libc) or self.path  # another thread may have replaced the page
+            if path is None:
+                libc.signal(signal.SIGBUS, None)  # the read is repeated and ends the process
                 return
             self.path = path
-            start_new_thread(self._interrupt, (number,))
-            self._is_handling = False  # last, as Python looks for signals after each call
+            start_new_thread(_interrupt, ())
+
+        def interrupt(_: int, frame: FrameType | None) -> None:
+            while frame is not None:
+                if frame.f_code is handle.__code__:  # what is raised in there is printed, and lost
+                    start_new_thread(_interrupt, ())
+                    return
+                frame = frame.f_back
+            if not self._is_raised:
+                self.check()
 
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
         before = ctypes.create_string_buffer(SIGACTION)
         libc.sigaction(signal.SIGBUS, None, before)
-        libc.signal(signal.SIGBUS, handler)  # Python's own handlers run after the read, which never ends
+        signal.signal(signal.SIGBUS, interrupt)  # for `interrupt_main` only: Python's handlers run after the read,
+        libc.signal(signal.SIGBUS, handler)  # which never ends
         try:
             yield
             self.check()  # a library may have dropped the exception
         finally:
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
             libc.sigaction(signal.SIGBUS, before, None)
 
-    def _interrupt(self, number: int) -> None:
-        """Not from `handle`: what is raised there is printed, and lost."""
-        while self._is_handling:
-            time.sleep(0.001)
-        interrupt_main(signal.Signals(number))
+
+def _interrupt() -> None:
+    time.sleep(0.001)
+    interrupt_main(signal.SIGBUS)
 
 
 def _replace_missing_pages(libc: ctypes.CDLL) -> str | None:

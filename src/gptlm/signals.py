@@ -54,12 +54,11 @@ class Handler:
 
     def __init__(self, together: float) -> None:
         self.received: int | None = None
-        self.cut_files = CutFiles(lambda: next(filter(self._handles, NUMBERS), None))
+        self.cut_files = CutFiles()
         self.is_held = self.is_ending = self.was_raised = False
         self._first, self._together = 0.0, together
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.cut_files.check()
         is_second = self.received is not None
         if not is_second:
             self.received, self._first = number, time.monotonic()
