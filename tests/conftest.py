@@ -19,6 +19,7 @@ from tests.processes import clean_environment, close_servers, first_environment,
 
 CACHE = tempfile.TemporaryDirectory(prefix="gptlm-tests-")  # runs keep encoded examples there, not in the user's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+os.environ["OMP_NUM_THREADS"] = "1"  # as the commands of tests: results on some processors depend on it
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 first_environment()
