@@ -6,13 +6,14 @@ A case with --fp16 computes in float16 on the CPU, which gptlm and DeepSpeed lea
 
 CASES: [[name, [words of the command]], ...]; a case whose name has "one overflow" has an infinite
 gradient in its third step, on the last process alone.
-RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...], "moments": [...]} or
-{"error": text}}; read is how many bytes of token files each process has read, scale the state of its loss scale at the
-end, moments how many elements of AdamW's first moment it holds.
+RESULTS: {name: {"history": [...], "metrics": {...}, "read": [...], "scale": [...], "moments": [...], "memory": "..."}
+or {"error": text}}; read is how many bytes of token files each process has read, scale the state of its loss scale at
+the end, moments how many elements of AdamW's first moment it holds, memory the log line of that name.
 """
 
 import gc
 import json
+import logging
 import os
 import sys
 from contextlib import contextmanager
@@ -74,6 +75,18 @@ def counted_reads():
         os.pread = pread
 
 
+class Lines(logging.Handler):
+    """Keeps what a logger prints."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.texts = []
+        logging.getLogger(name).addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
 def of_all(value):
     """`value` of each rank."""
     found = [None] * dist.get_world_size()
@@ -113,9 +126,10 @@ def moments(trainer):
 def main(cases: str, results: str) -> None:
     dist.init_process_group("gloo")
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is to be compiled is
-    found = {}
+    found, lines = {}, Lines("gptlm.training.metrics.memory_parts")
     linear = torch.nn.functional.linear  # ZeRO stage 3 leaves one of its own behind
     for name, words in json.loads(Path(cases).read_text()):
+        lines.texts.clear()
         try:
             held = []
             callbacks = (OneOverflow(),) if "one overflow" in name else ()
@@ -129,6 +143,7 @@ def main(cases: str, results: str) -> None:
             if dist.get_rank() == 0:
                 history = json.loads(state.read_text())["log_history"] if state.exists() else []
                 found[name] = {"metrics": metrics, "history": history, "read": read, "scale": scale, "moments": held}
+                found[name]["memory"] = "".join(lines.texts)
         except (GptlmError, UsageError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             found[name] = {"error": str(error)}

@@ -5,6 +5,7 @@ All runs happen in one launched session (see session.py); the tests look at what
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -280,3 +281,23 @@ def test_sharded_float16_ends_where_a_fixed_scale_is_too_much(session, level):
     folder, results = session
     assert "gradients overflow at the lowest loss scale 1e+30 at step 1" in results[f"{level} ends"]["error"]
     assert not list((folder / f"{level} ends").glob("checkpoint-*"))
+
+
+BYTES = {  # per parameter on one of two processes: weights, master weights, moments, gradients
+    "ddp": (4, 0, 8, 4),
+    "stage1": (4, 2, 4, 2),
+    "stage3": (2, 2, 4, 2),
+    "ddp O2": (2, 4, 8, 2),
+    "stage2 O2": (2, 2, 4, 1),
+    "stage3 O2": (1, 2, 4, 1),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_memory_of_a_process_is_logged(session, tiny_model, name):
+    total = AutoModelForCausalLM.from_pretrained(tiny_model).num_parameters()
+    sizes = dict(zip(("weights", "master weights", "moments", "gradients"), BYTES[name], strict=True))
+    found = dict(re.findall(r"([a-z ]+) ([0-9.]+) KiB", session[1][name]["memory"]))
+    assert {part.strip(): float(size) for part, size in found.items()} == {
+        part: pytest.approx(size * total / 1024, rel=0.05) for part, size in sizes.items() if size
+    }

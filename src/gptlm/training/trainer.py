@@ -52,6 +52,7 @@ from gptlm.training.grad_sync import DeepSpeedSync, GradSync, default_grad_sync
 from gptlm.training.lr_schedule import Schedule, StockSchedule
 from gptlm.training.metrics.caller import CallerMetrics
 from gptlm.training.metrics.loss import LossMetrics, TrainLoss
+from gptlm.training.metrics.memory_parts import MemoryParts
 from gptlm.training.metrics.run_log import RunLog
 from gptlm.training.metrics.throughput import start_logging
 from gptlm.training.pipeline_step import PipelineStep
@@ -162,6 +163,7 @@ class GPTTrainer(Trainer):
             self.remove_callback(callback)
         progress_shown = PlainProgress if self.args.disable_tqdm else ProgressBar
         self.add_callback(progress_shown(weakref.proxy(self)))
+        self.add_callback(MemoryParts(weakref.proxy(self)))
 
     def _default_weights(self) -> Float32Weights:
         has_scaler = self.accelerator.scaler is not None or (self.is_deepspeed_enabled and self.args.fp16)

@@ -336,3 +336,10 @@ def flat_partitions(optimizer: Any) -> list[Tensor]:
     if is_stage3(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     return [part for group in optimizer.optimizer.param_groups for part in group["params"]]
+
+
+def sharded_gradients(optimizer: Any) -> list[Tensor]:
+    """The tensors in which a ZeRO optimizer keeps this rank's gradients before its step; none of another one."""
+    groups = getattr(optimizer, "averaged_gradients", {}).values()
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    return [*([] if buffer is None else [buffer]), *(part for group in groups for part in group or ())]

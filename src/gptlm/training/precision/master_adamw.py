@@ -64,6 +64,16 @@ class MasterWeightAdamW(torch.optim.Optimizer):
         if fused and self.weights[0].is_cuda and compile_obstacle("cuda") is None:
             self._update = torch.compile(adamw_, dynamic=True)
 
+    @property
+    def moments(self) -> list[Tensor]:
+        """Of all weights: the flat tensors."""
+        return [self._flat["exp_avg"], self._flat["exp_avg_sq"]]
+
+    @property
+    def gradient(self) -> Tensor:
+        """That of the next step, flat; empty before it is taken."""
+        return self._gradient
+
     def tensors(self, weight: Tensor) -> dict[str, Tensor]:
         """The float32 state of one weight of the model: `master`, `exp_avg`, `exp_avg_sq`."""
         return {kind: self._view(flat, self._index[weight]) for kind, flat in self._flat.items()}

@@ -8,6 +8,7 @@ from torch import Tensor
 from gptlm.errors import GptlmError
 from gptlm.training.precision.loss_scale import LossScale
 from gptlm.training.precision.master_adamw import MasterWeightAdamW, clip
+from gptlm.upstream.deepspeed import flat_partitions, sharded_gradients
 
 
 class Float32Weights:
@@ -37,6 +38,21 @@ class Float32Weights:
     def scale_value(self) -> float:
         """The factor on the loss."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The tensors that hold gradients before an update."""
+        return [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The tensors that hold float32 copies of the weights."""
+        return []
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """The tensors that the optimizer keeps of each weight."""
+        return _tensors(self.optimizer.state)
 
     def scale(self, loss: Tensor) -> Tensor:
         return self.loss_scale.scale(loss) if self.loss_scale is not None else loss
@@ -97,6 +113,18 @@ class MasterWeights(Float32Weights):
         return self.optimizer.weights
 
     @property
+    def gradients(self) -> list[Tensor]:
+        return [*super().gradients, self.optimizer.gradient]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return self.optimizer.masters
+
+    @property
+    def moments(self) -> list[Tensor]:
+        return self.optimizer.moments
+
+    @property
     def views(self) -> list[Tensor]:
         return self.optimizer.gradient_views
 
@@ -118,6 +146,18 @@ class MasterWeights(Float32Weights):
 class DeepSpeedWeights(Float32Weights):
     """Weights whose masters and moments DeepSpeed shards: its engine unscales, clips and updates in one call."""
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [*super().gradients, *sharded_gradients(self.model.optimizer)]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return flat_partitions(self.model.optimizer) if self.model.zero_optimization() else []
+
+    @property
+    def moments(self) -> list[Tensor]:
+        return _tensors(getattr(self.model.optimizer, "optimizer", self.model.optimizer).state)
+
     def unscale_gradients(self) -> None:
         """`update` does it."""
 
@@ -129,3 +169,8 @@ class DeepSpeedWeights(Float32Weights):
         norm = self.model.get_global_grad_norm()
         self.grad_norm = norm.item() if isinstance(norm, Tensor) else norm
         return not getattr(self.model.optimizer, "overflow", False)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """Those of an optimizer's `state`."""
+    return [value for kept in state.values() for value in kept.values() if isinstance(value, Tensor)]
