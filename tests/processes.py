@@ -6,7 +6,7 @@ that are read when a command runs (`READ_LATER`). A test about the start itself 
 hash seeds, a launcher - uses `subprocess`.
 
 `processes` are what torchrun would start: a process that holds the store, and ranks with its variables; if one fails,
-the others are terminated, and the exit code is 1.
+the others are terminated, and the exit code is 1; with `restarts` they are started again before, with the same store.
 """
 
 import functools
@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from select import select
 from typing import IO
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 READ_LATER = {
     *LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST", "PYTHONPATH", "PATH", "NLTK_DATA", "TMPDIR",
+    "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST",
+    "PYTHONPATH", "PATH", "NLTK_DATA", "TMPDIR",
 }  # fmt: skip
 # what libraries and commands that ran in the tests' own process have left in its environment
 LEFT_BEHIND = {
@@ -220,14 +222,26 @@ def run(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
     processes: int = 0,
+    restarts: int = 0,
+    grace: float = GRACE,
     modules: Sequence[str] = (),
     timeout: float = 300,
 ) -> subprocess.CompletedProcess:
-    """As `subprocess.run` with text and the output captured; `processes` as torchrun would start them."""
+    """As `subprocess.run` with text and the output captured; `processes` as torchrun would start them.
+
+    Args:
+        grace: seconds between SIGTERM and SIGKILL for ranks that outlive a failed one.
+    """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
         begin = functools.partial(start, command, cwd=cwd, stdout=out, stderr=err, modules=modules)
         if processes:
-            code = run_ranks(begin, clean_environment() if env is None else env, processes, timeout)
+            environment = clean_environment() if env is None else env
+            with store_server() as port:
+                for count in range(restarts + 1):
+                    common = {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": count}
+                    code = run_ranks(begin, {**environment, **common}, processes, timeout, grace)
+                    if code == 0:
+                        break
         else:
             process = begin(env=env)
             try:
@@ -239,20 +253,31 @@ def run(
         return subprocess.CompletedProcess(list(map(str, command)), code, out.read(), err.read())
 
 
-def run_ranks(begin: Callable[..., "Forked | subprocess.Popen"], environment: dict, count: int, timeout: float) -> int:
-    """Start `count` ranks by `begin(env=...)`; returns 0, or 1 if one of them fails, which ends the others."""
-    end = time.monotonic() + timeout
+@contextmanager
+def store_server() -> Iterator[str]:
+    """The port of a process that holds the store of ranks."""
     store = start([sys.executable, STORE], stdout=subprocess.PIPE)
     assert store.stdout is not None
+    try:
+        yield store.stdout.readline().strip()
+    finally:
+        store.kill()
+        store.wait(60)
+        store.stdout.close()
+
+
+def run_ranks(
+    begin: Callable[..., "Forked | subprocess.Popen"], environment: dict, count: int, timeout: float, grace: float
+) -> int:
+    """Start `count` ranks by `begin(env=...)`; returns 0, or 1 if one of them fails, which ends the others."""
+    end = time.monotonic() + timeout
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests"}
     ranks = []
     try:
-        port = store.stdout.readline().strip()
-        common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests"}
-        common |= {"TORCHELASTIC_RESTART_COUNT": 0}
         for rank in range(count):
-            own = {"RANK": rank, "LOCAL_RANK": rank, **common}
-            ranks.append(begin(env={**environment, **{name: str(value) for name, value in own.items()}}))
+            own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **common}
+            ranks.append(begin(env={name: str(value) for name, value in own.items()}))
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
                 break
@@ -261,12 +286,11 @@ def run_ranks(begin: Callable[..., "Forked | subprocess.Popen"], environment: di
             time.sleep(POLL_INTERVAL)
         for rank in ranks:
             rank.terminate()
-        last = time.monotonic() + GRACE
+        last = time.monotonic() + grace
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < last:
             time.sleep(POLL_INTERVAL)
         return int(any(rank.poll() != 0 for rank in ranks))
     finally:
-        for process in (store, *ranks):
-            process.kill()
-            process.wait(60)
-        store.stdout.close()
+        for rank in ranks:
+            rank.kill()
+            rank.wait(60)

@@ -12,6 +12,8 @@ now has the key "temporary". The number is the size in bytes: a
 file that has another one now was changed by others, and is theirs. Of several lines about a file the last one counts.
 A line is one write to the end of the file: commands that use the folder at the same time lose no line of each other.
 
+A line {"started": {...}} is about the start of the run that writes into the folder; the last one counts.
+
 In addition, the files that the manifest.json of a `checkpoint-N` names count. A folder of a version without listings
 has `run.json` and such a checkpoint; in it, all names that those versions wrote count.
 """
@@ -24,8 +26,9 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gptlm.json_text import parse_json
 from gptlm.locks import is_at
@@ -69,6 +72,20 @@ class Entry:
     command: str
     key: str | None = None
     size: int | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """The start of the run that writes into a folder.
+
+    Attributes:
+        launchers: names of the torchrun processes.
+        step: that it started from.
+    """
+
+    launchers: list[str]
+    step: int
+    global_batch_size: int
 
 
 def listing(folder: Path) -> dict[str, Entry]:
@@ -135,6 +152,22 @@ def note(folder: Path, names: Iterable[str], command: str, key: str | None = Non
     files = {name: (place / name).stat().st_size if key is not None else None for name in names}
     _list_earlier(folder)
     _append(folder, {"command": command, "key": key, "files": files})
+
+
+def note_start(folder: Path, started: Started) -> None:
+    """Note the start of the run that writes into `folder`. Raises OSError if that cannot be written."""
+    _append(folder, {"started": asdict(started)})
+
+
+def noted_start(folder: Path) -> Started | None:
+    """What `note_start` has noted last; None: nothing."""
+    found = None
+    for line in _lines(folder) or ():
+        with suppress(TypeError, KeyError, ValueError):
+            noted = line.get("started") or {}
+            names, step, batch = noted["launchers"], int(noted["step"]), int(noted["global_batch_size"])
+            found = Started([str(name) for name in names], step, batch)
+    return found
 
 
 def begin(folder: Path, names: Iterable[str], command: str) -> None:
@@ -244,20 +277,32 @@ def files_of_checkpoint(path: Path) -> list[str]:
 
 def _noted(folder: Path) -> dict[str, Entry] | None:
     """The listing of `folder`; None if it has none."""
-    try:
-        lines = (folder / LISTING).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    lines = _lines(folder)
+    if lines is None:
         return None
     found: dict[str, Entry] = {}
-    for line in filter(None, lines):
+    for noted in lines:
         try:
-            noted = parse_json(line)
             for name in noted.get("removed", ()):
                 found.pop(name, None)
             for name, size in noted.get("files", {}).items():
                 found[name] = Entry(noted["command"], noted["key"], size)
         except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # cut off where the disk was full
+            continue
+    return found
+
+
+def _lines(folder: Path) -> list[dict[str, Any]] | None:
+    """The lines of the listing of `folder` that are objects; None if it has none."""
+    try:
+        lines = (folder / LISTING).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in filter(None, lines):
+        with suppress(ValueError):  # cut off where the disk was full
+            if isinstance(noted := parse_json(line), dict):
+                found.append(noted)
     return found
 
 

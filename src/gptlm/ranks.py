@@ -96,6 +96,16 @@ def is_launched() -> bool:
     return bool(os.environ.get("RANK"))
 
 
+def launcher() -> str | None:
+    """The machine and a name of the torchrun process that started this one, the same after it restarts its processes.
+
+    None without torchrun. Neither the id of the job nor the count of restarts tells: an id may be used again, and a
+    restart for a new number of nodes is not counted.
+    """
+    found = os.environ.get("TORCHELASTIC_ERROR_FILE", "").split("/")  # .../NAME/attempt_0/0/error.json
+    return f"{socket.gethostname()}:{found[-4]}" if len(found) > 3 else None
+
+
 def launched_processes(environment: Mapping[str, str]) -> int | None:
     """WORLD_SIZE in `environment`; None without a launcher.
 

@@ -10,9 +10,9 @@ from gptlm.recipes.common.heartbeat import Heartbeat
 
 atexit.register(lambda: print("at exit:", [thread.name for thread in threading.enumerate()]))  # runs last
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-beat = Heartbeat(60, ends=False)
+beat = Heartbeat(store, 0, 1, 60, is_served_by_rank_0=True)
 print("running:", [thread.name for thread in threading.enumerate()])
+beat.end()
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 from gptlm.commands.evaluate import parse_evaluate
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError, UsageError
-from gptlm.recipes.common.main_process_first import explain_timeout
+from gptlm.recipes.common.peers import explain_timeout
 from tests.processes import run
 
 BOTH = """
@@ -16,14 +16,15 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from gptlm.errors import GptlmError
-from gptlm.recipes.common.main_process_first import init_gloo, main_process_first, explain_timeout
+from gptlm.recipes.common.main_process_first import main_process_first
+from gptlm.recipes.common.peers import explain_timeout
 
 def until(path):
     while not path.exists():
         time.sleep(0.05)
 
 folder = Path(sys.argv[1])
-init_gloo(600)
+dist.init_process_group("gloo")
 rank = dist.get_rank()
 order = []
 for per_node in (False, True):  # the second way round, and again: each wait has an entry of its own

@@ -34,7 +34,7 @@ from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.tokenizer import encode_texts, fingerprint, load_tokenizer
 from gptlm.quiet import quiet_transformers
 from gptlm.recipes.common.device import choose_device, close_process_group, use_device
-from gptlm.recipes.common.main_process_first import init_gloo
+from gptlm.recipes.common.peers import Peers, find_peers
 from gptlm.training.metrics.throughput import start_logging
 
 logger = logging.getLogger(__name__)
@@ -51,25 +51,27 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
         GptlmError: if data, weights or tokenizer cannot be read or do not fit each other.
     """
     quiet = redirect_stdout(sys.stderr) if arguments.json else nullcontext()
-    with quiet, close_process_group(arguments.ddp_timeout):
+    with quiet, find_peers(arguments.ddp_timeout) as peers, close_process_group(peers):
         start_logging(main_process=ranks.is_main_process())
         quiet_transformers()
         for note in notes:
             logger.info("%s", note)
-        report = _evaluate(arguments)
+        report = _evaluate(arguments, peers)
     if arguments.json and ranks.is_main_process():
         sys.stdout.write(json.dumps(report) + "\n")
     return report
 
 
-def _evaluate(arguments: EvaluateArguments) -> Report:
+def _evaluate(arguments: EvaluateArguments, peers: Peers | None) -> Report:
     chosen = choose_device(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(chosen)
     source, adapters = find_model(arguments.model_name_or_path or "", arguments.lora_path)
     check_model_folder(source, adapters)
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
-    init_gloo(arguments.ddp_timeout)  # the processes exchange a few sums only
+    if peers is not None:
+        peers.heartbeat.ends = False
+        peers.init_group("gloo")  # the processes exchange a few sums only
     model, _ = load_for_inference(source, _device(chosen.type), dtype=chosen.dtype, lora_path=adapters)
     if isinstance(task, Reading):  # windows; texts of LAMBADA differ in length
         model.transformer.expect_repeated_shapes()

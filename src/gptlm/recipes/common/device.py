@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from gptlm.config.args.training import TrainingArguments
 from gptlm.errors import UsageError
 from gptlm.quiet import deepspeed_without_gpu
 from gptlm.ranks import is_launched
-from gptlm.recipes.common.main_process_first import explain_timeout
+from gptlm.recipes.common.peers import Peers, explain_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -110,24 +110,22 @@ def use_device(device: Device) -> None:
 
 
 @contextmanager
-def close_process_group(seconds: int) -> Iterator[None]:
+def close_process_group(peers: Peers | None) -> Iterator[None]:
     """Leave no process group behind: gloo's threads abort the process at exit otherwise.
 
-    A wait for other processes that took longer than `seconds`, which the group was made with, becomes a GptlmError.
+    A wait for other processes that took too long becomes a GptlmError.
 
     What holds the group (the trainer, its wrapped model) must be out of reach when the block ends. A group that was
     there before stays: who opened it closes it.
     """
-    if dist.is_initialized():
-        with explain_timeout(seconds):
-            yield
-        return
+    was_open = dist.is_initialized()
+    explained = explain_timeout(peers.seconds, peers.heartbeat) if peers else nullcontext()
     try:
-        with explain_timeout(seconds):
+        with explained:
             yield
-            if dist.is_initialized():
+            if dist.is_initialized() and not was_open:
                 dist.barrier()  # no process destroys the group while another one uses it
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not was_open:
             gc.collect()  # the trainer is part of reference cycles
             dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """Processes that wait for each other, no longer than `--ddp_timeout` seconds."""
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,42 +8,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gptlm.errors import GptlmError, named, reason_of
-from gptlm.ranks import is_main_process, local_rank, rank, world_size
+from gptlm.ranks import is_main_process, local_rank, rank
+from gptlm.recipes.common.peers import TIMED_OUT, Peers
 from gptlm.upstream.torch import default_store
-
-TIMED_OUT = re.compile(r"tim(ed|e)[ -]?out", re.IGNORECASE)
-LIBRARIES = re.compile("gloo|nccl|c10d|store", re.IGNORECASE)  # which say so in a plain RuntimeError, too
-
-
-def init_gloo(seconds: int) -> None:
-    """Join the process group over gloo where a launcher started several processes and none is open yet."""
-    if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-
-
-@contextmanager
-def explain_timeout(seconds: int) -> Iterator[None]:
-    """A wait for other processes that took longer than `seconds` becomes one sentence.
-
-    Raises:
-        GptlmError: naming the flag.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not TIMED_OUT.search(text) or not (isinstance(error, dist.DistError) or LIBRARIES.search(text)):
-            raise
-        from gptlm.recipes.common.heartbeat import missing_rank  # imports transformers' Trainer
-
-        if found := missing_rank(seconds):
-            raise GptlmError(
-                f"{found}; if it only needs time, give more seconds with {named('ddp_timeout')}"
-            ) from error
-        raise GptlmError(
-            f"another process let this one wait longer than {seconds} s: it is still at work (an index, a checkpoint) "
-            f"or has ended; if it only needs time, give more seconds with {named('ddp_timeout')}"
-        ) from error
 
 
 @contextmanager
@@ -73,38 +39,22 @@ def main_process_first(what: str, seconds: int, *, per_node: bool) -> Iterator[N
             store.set(done, "")
 
 
-@contextmanager
-def early_store(seconds: int) -> Iterator[dist.Store | None]:
-    """What the processes of a launcher exchange before they have a process group; None with a single process.
-
-    Without torchrun rank 0 serves it, at the address that the process group takes later: the block contains both.
-    """
-    if world_size() == 1:
-        yield None
-    elif dist.is_initialized():
-        yield default_store()
-    else:
-        with explain_timeout(seconds):
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        yield store
-
-
-def told_by_main(store: dist.Store | None, what: str, seconds: int, find: Callable[[], str | None]) -> str | None:
+def told_by_main(peers: Peers | None, what: str, find: Callable[[], str | None]) -> str | None:
     """What `find` returns on rank 0, told to all; every rank raises the GptlmError that it raises there.
 
     Args:
-        store: of `early_store`.
+        peers: of `find_peers`.
         what: is found, for messages.
 
     Raises:
-        GptlmError: also on a rank that waited longer than `seconds`.
+        GptlmError: also on a rank that waited longer than `--ddp_timeout`.
     """
-    if store is None:
+    if peers is None:
         return find()
-    shared = dist.PrefixStore(what, store)
+    shared = dist.PrefixStore(what, peers.store)
     key = f"answer {shared.add(f'calls of {rank()}', 1)}"  # every rank calls equally often
     if not is_main_process():
-        _wait(shared, key, f"looks for {what}", 0, seconds)
+        _wait(shared, key, f"looks for {what}", 0, peers.seconds)
         answer = json.loads(shared.get(key))
         if answer["error"] is not None:
             raise GptlmError(answer["error"])

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
@@ -22,6 +20,7 @@ from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.output_folder import read_checkpoints
+from gptlm.recipes.common.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +78,12 @@ def lock_output(run: Run) -> Iterator[None]:
 
 
 def find_resume_checkpoint(
-    run: Run, check: Callable[[Any, Checkpoint], None], store: dist.Store | None
+    run: Run, check: Callable[[Any, Checkpoint], None], peers: Peers | None
 ) -> Checkpoint | None:
     """The checkpoint to resume from; None starts at step 0. `check` raises where one is not of this run's model.
 
     Args:
-        store: of `early_store`: rank 0 reads the files and tells the others.
+        peers: of `find_peers`: rank 0 reads the files and tells the others.
 
     Raises:
         GptlmError: if the requested one is missing or damaged, or starting anew would replace a finished model.
@@ -94,7 +93,7 @@ def find_resume_checkpoint(
     if not training.do_train or training.overwrite_output_dir:
         return None
     asked = training.resume_from_checkpoint
-    path = told_by_main(store, "the checkpoint to resume from", training.ddp_timeout, lambda: _choose(run))
+    path = told_by_main(peers, "the checkpoint to resume from", lambda: _choose(run))
     found = checkpoint.read(Path(path)) if path else None
     if found is not None and _asked_folder(run) is not None:
         _check_task(run, found)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import TrainerState
 from transformers import TrainingArguments as HFTrainingArguments
@@ -33,14 +32,15 @@ from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync, check_float8
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_degree
 from gptlm.recipes.common.device import Device, choose_arithmetic, choose_device, use_device
-from gptlm.recipes.common.heartbeat import Heartbeat
 from gptlm.recipes.common.hooks import Hooks
 from gptlm.recipes.common.hub_upload import check_upload
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.model import log_weights_source
 from gptlm.recipes.common.model_card import checkpoint_card, write_run_card
 from gptlm.recipes.common.output_folder import check_own_files, clear_output, read_checkpoints
+from gptlm.recipes.common.peers import Peers
 from gptlm.recipes.common.profiling import check_profile, profiled
+from gptlm.recipes.common.restart import note_start
 from gptlm.recipes.common.resume import (
     check_output,
     check_shape,
@@ -83,7 +83,7 @@ class Job:
         deepspeed: the complete DeepSpeed configuration; None without it.
         mesh: process groups where several processes share a replica of the model.
         groups: `mesh`, or process groups where fewer replicas than all share one optimizer state.
-        heartbeat: signs of life for the other processes; None: there are none.
+        peers: the other processes; None: there are none.
     """
 
     device: Device
@@ -92,16 +92,16 @@ class Job:
     deepspeed: dict[str, Any] | None
     mesh: Mesh | None
     groups: Mesh | None
-    heartbeat: Heartbeat | None
+    peers: Peers | None
 
 
 def check_run(
-    run: Run, store: dist.Store | None, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
+    run: Run, peers: Peers | None, check: Callable[[Any, checkpoint.Checkpoint], None] = check_shape
 ) -> tuple[Device, checkpoint.Checkpoint | None]:
     """The device and the checkpoint to resume from, after all checks that need neither data nor weights.
 
     Args:
-        store: of `early_store`.
+        peers: of `find_peers`.
         check: raises GptlmError where a checkpoint is not of this run's model.
     """
     start_logging(main_process=is_main_process())
@@ -113,7 +113,7 @@ def check_run(
     if training.logging_dir:
         check_output("logging_dir", Path(training.logging_dir))
     check_own_files(run)
-    resume = find_resume_checkpoint(run, check, store)
+    resume = find_resume_checkpoint(run, check, peers)
     check_updates(run, resume)
     log_weights_source(run, resume)
     if run.model.continue_training and run.source.kind == "folder":
@@ -124,11 +124,11 @@ def check_run(
     choose_arithmetic(run.training, device)
     check_flat_grad_sync(run, device)
     if run.hub.push_to_hub and training.do_train:
-        told_by_main(store, "the repository on the hub", training.ddp_timeout, lambda: check_upload(run))
+        told_by_main(peers, "the repository on the hub", lambda: check_upload(run))
     return device, resume
 
 
-def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) -> Job:
+def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None, peers: Peers | None) -> Job:
     """Join the process group of a launcher."""
     check_profile(run, resume)
     deepspeed = deepspeed_config(run, device)
@@ -136,13 +136,13 @@ def start_job(run: Run, device: Device, resume: checkpoint.Checkpoint | None) ->
         deepspeed = None  # DeepSpeed evaluates without an optimizer in stage 3 only
     if deepspeed is not None:
         setup_deepspeed(on_cpu=device.type == "cpu")
-    arguments = hf_arguments(run, device, deepspeed)
+    arguments = hf_arguments(run, device, deepspeed, peers)
     shards = shard_degree(run, deepspeed)
     groups = Mesh(run.dims, shards) if run.dims.is_model_parallel or shards else None
     mesh = groups if run.dims.is_model_parallel else None
-    is_alone = arguments.world_size == 1
-    heartbeat = None if is_alone else Heartbeat(run.training.ddp_timeout, ends=device.type == "cuda")
-    return Job(device, resume, arguments, deepspeed, mesh, groups, heartbeat)
+    if peers is not None:
+        peers.heartbeat.ends = device.type == "cuda"
+    return Job(device, resume, arguments, deepspeed, mesh, groups, peers)
 
 
 def build_trainer(
@@ -181,7 +181,6 @@ def build_trainer(
             *early_stopping(training),
             *tracker_callbacks(run, Path(training.output_dir or "")),
             Recorder(run, data_table or []),
-            *filter(None, [job.heartbeat]),
             *hooks.callbacks,
         ],
         **hooks.of_trainer,
@@ -294,6 +293,8 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
     resume = job.resume
     if trainer.args.should_save:
         clear_output(run, resume)
+        with checkpoint.writing(Path(run.training.output_dir or ""), "the list of files in"):
+            note_start(run, job.peers, resume.manifest.global_step if resume else 0)
     if resume is not None and is_complete(run, resume):
         done, wanted = resume.manifest.global_step, run.training.max_steps
         logger.info("%s is at step %d, max_steps is %d: nothing to train", resume.path, done, wanted)
@@ -305,6 +306,8 @@ def train(run: Run, job: Job, trainer: GPTTrainer, position: str | None = None) 
         same = is_same_order(resume, trainer.checkpointer.manifest["order"])
         position = position or ("none of them is read again" if same else "the next ones are taken from the new order")
         logger.info("resuming from %s: step %d, %d samples consumed, %s", resume.path, step, samples, position)
+    if job.peers is not None:
+        job.peers.heartbeat.follow(lambda: trainer.state.global_step)
     with doing(lambda: f"training, step {trainer.state.global_step + 1}"):
         with reported_if_ended(trainer), profiled(run, trainer), held():  # not between last step and final model
             try:

@@ -8,16 +8,17 @@ from transformers import TrainingArguments
 from gptlm.checkpoint.task import PRETRAIN
 from gptlm.config.run import Run
 from gptlm.quiet import quiet_transformers
-from gptlm.ranks import world_size
 from gptlm.recipes.common.device import Device
-from gptlm.recipes.common.main_process_first import init_gloo
+from gptlm.recipes.common.peers import Peers
 from gptlm.recipes.common.updates import stock_name, stock_settings
 from gptlm.upstream.torch import set_group_timeout
 from gptlm.upstream.transformers import use_one_gpu
 
 
-def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = None) -> TrainingArguments:
-    """Starts the process group when a launcher started several processes. `deepspeed` shards with that configuration.
+def hf_arguments(
+    run: Run, device: Device, deepspeed: dict[str, Any] | None = None, peers: Peers | None = None
+) -> TrainingArguments:
+    """Joins the process group of `peers`. `deepspeed` shards with that configuration.
 
     Precision: HuggingFace's flags mean autocast without DeepSpeed and half weights with it; the other two cases are
     DeepSpeed's torch_autocast and our master weights, with the flags off.
@@ -25,10 +26,9 @@ def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = No
     flags = device.half_weights == (deepspeed is not None)
     quiet_transformers()
     training = run.training
-    if world_size() > 1:
+    if peers is not None:
         set_group_timeout(training.ddp_timeout)  # else groups of some of the processes have torch's own
-    if device.type == "cpu":
-        init_gloo(training.ddp_timeout)  # transformers passes no time limit to gloo
+        peers.init_group("gloo" if device.type == "cpu" else "nccl")  # transformers' finds what earlier starts left
     arguments = TrainingArguments(
         output_dir=training.output_dir,
         per_device_train_batch_size=run.step_batch,
@@ -83,7 +83,7 @@ def hf_arguments(run: Run, device: Device, deepspeed: dict[str, Any] | None = No
         log_level="error",
         log_level_replica="error",
     )
-    arguments.device  # noqa: B018 - starts the process group and counts the GPUs
+    arguments.device  # noqa: B018 - takes the process group and counts the GPUs
     use_one_gpu(arguments)
     return arguments
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch.distributed import Store
 from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +29,7 @@ from gptlm.errors import GptlmError, doing
 from gptlm.parallel.process_groups import Mesh
 from gptlm.ranks import is_main_process, local_rank
 from gptlm.recipes.common.main_process_first import main_process_first, told_by_main
+from gptlm.recipes.common.peers import Peers
 from gptlm.recipes.common.resume import SAMPLED
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ MAX_SAMPLES = 1 << 36  # 68 billion; their index would take 800 GB
 Datasets = dict[str, PretrainingDataset | None]
 
 
-def open_together(run: PretrainRun, store: Store | None) -> list[Corpus]:
+def open_together(run: PretrainRun, peers: Peers | None) -> list[Corpus]:
     """The corpora of `run`. Rank 0 reads large indices whole, the others find in the cache what it has found.
 
     Raises:
@@ -52,7 +52,7 @@ def open_together(run: PretrainRun, store: Store | None) -> list[Corpus]:
     def read() -> None:
         corpora.extend(open_run_corpora(run))
 
-    told_by_main(store, "the token files", run.training.ddp_timeout, read)
+    told_by_main(peers, "the token files", read)
     return corpora or open_run_corpora(run)
 
 

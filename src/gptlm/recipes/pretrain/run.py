@@ -10,8 +10,9 @@ from gptlm.planner.args import sizes_of
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group, peak_flops
 from gptlm.recipes.common.hooks import NO_HOOKS, Hooks
-from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import find_tokenizer, make_model
+from gptlm.recipes.common.peers import Peers, find_peers
+from gptlm.recipes.common.restart import continued
 from gptlm.recipes.common.resume import lock_output
 from gptlm.recipes.common.training import (
     build_trainer,
@@ -53,21 +54,27 @@ def pretrain(run: PretrainRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
-    with early_store(run.training.ddp_timeout) as store:
-        device, resume = check_run(run, store)
+    with find_peers(run.training.ddp_timeout) as peers:
+        run = continued(run, peers)
+        device, resume = check_run(run, peers)
         run = with_token_files(run)
-        corpora = open_together(run, store)
+        corpora = open_together(run, peers)
         run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-        with lock_output(run), close_process_group(run.training.ddp_timeout):
+        with lock_output(run), close_process_group(peers):
             # a function of its own: the trainer has to be gone when the process group closes
-            return _run(run, device, resume, corpora, hooks)
+            return _run(run, device, resume, peers, corpora, hooks)
 
 
 def _run(
-    run: PretrainRun, device: Device, resume: Checkpoint | None, corpora: list[Corpus], hooks: Hooks
+    run: PretrainRun,
+    device: Device,
+    resume: Checkpoint | None,
+    peers: Peers | None,
+    corpora: list[Corpus],
+    hooks: Hooks,
 ) -> dict[str, float]:
     training, data = run.training, run.data
-    job = start_job(run, device, resume)
+    job = start_job(run, device, resume, peers)
 
     log_data(run, corpora)
     datasets = build_datasets(run, corpora)

@@ -22,9 +22,10 @@ from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
 from gptlm.recipes.common.hooks import NO_HOOKS, Hooks
-from gptlm.recipes.common.main_process_first import early_store
 from gptlm.recipes.common.model import make_model, weights_folder
 from gptlm.recipes.common.output_folder import MERGED
+from gptlm.recipes.common.peers import Peers, find_peers
+from gptlm.recipes.common.restart import continued
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
 from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.common.updates import stock_schedule
@@ -55,9 +56,10 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
     Raises:
         GptlmError: for anything the user can fix, before the model is built wherever that is possible.
     """
-    with early_store(run.training.ddp_timeout) as store:
+    with find_peers(run.training.ddp_timeout) as peers:
         check_package(run.lora)
-        device, resume = check_run(run, store, _check_resume)
+        run = continued(run, peers)
+        device, resume = check_run(run, peers, _check_resume)
         if run.lora.merge_weights and run.lora.lora:
             check_output("output_dir", Path(run.training.output_dir or "") / MERGED)
         sources = find_sources(run)
@@ -80,9 +82,9 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
         last = done + steps_left(run.training.num_train_epochs, position, *steps)
         run = with_epochs_counted(run, steps_in(*steps), last_step=last)
         epochs = _epochs(run, data, done, position)
-        with lock_output(run), close_process_group(run.training.ddp_timeout):
+        with lock_output(run), close_process_group(peers):
             # a function of its own: the trainer has to be gone when the process group closes
-            metrics = _run(run, device, resume, tokenizer, new_tokens, data, epochs, position_text, hooks)
+            metrics = _run(run, device, resume, peers, tokenizer, new_tokens, data, epochs, position_text, hooks)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
         unset_hf_deepspeed_config()  # else one process alone would load the model for all of stage 3
         output = Path(run.training.output_dir or "")
@@ -94,6 +96,7 @@ def _run(
     run: SftRun,
     device: Device,
     resume: Checkpoint | None,
+    peers: Peers | None,
     tokenizer: PreTrainedTokenizerBase,
     new_tokens: list[int],
     data: SftData,
@@ -102,7 +105,7 @@ def _run(
     hooks: Hooks,
 ) -> dict[str, float]:
     training = run.training
-    job = start_job(run, device, resume)
+    job = start_job(run, device, resume, peers)
     log_run(run, data.train.examples, data.tokens_per_sample)
     hooks.log(run.training.label_smoothing_factor)
     check_stage(run.lora, stage_of(job.deepspeed or {}))

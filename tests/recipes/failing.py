@@ -1,0 +1,92 @@
+"""A command of which one process fails at a chosen moment of its first start.
+
+    failing.py HOW RANK WHEN COMMAND [argument ...]
+
+HOW: "kill", "stop" (SIGSTOP), "full" (no file may grow beyond 20,000 bytes from then on) or "late" (it fails never, and
+starts two seconds after the others when they are restarted).
+WHEN: "step N", when that step has ended; "evaluation", at its first batch; or a part of a path, when it is opened.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+
+from transformers import TrainerCallback
+
+from gptlm.commands.pretrain import parse_pretrain
+from gptlm.commands.sft import parse_sft
+from gptlm.errors import GptlmError
+from gptlm.failures import is_lost_process
+from gptlm.recipes.common.hooks import Hooks
+
+
+def fail(how: str) -> None:
+    if how == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+class Failing(TrainerCallback):
+    def __init__(self, how: str, when: str):
+        self.how, self.when = how, when
+
+    def on_step_end(self, args, state, control, **_):
+        if self.when == f"step {state.global_step}":
+            fail(self.how)
+
+    def on_prediction_step(self, args, state, control, **_):
+        if self.when == "evaluation":
+            self.when = ""
+            fail(self.how)
+
+
+def run(command: str, words: list[str], callbacks: tuple) -> None:
+    if command == "pretrain":
+        from gptlm.recipes.pretrain.run import pretrain
+
+        pretrain(parse_pretrain(words, os.environ), Hooks(callbacks=callbacks))
+    elif command == "sft":
+        from gptlm.recipes.sft.run import sft
+
+        sft(parse_sft(words, os.environ), Hooks(callbacks=callbacks))
+    else:
+        from gptlm.commands.evaluate import parse_evaluate
+        from gptlm.recipes.evaluate import evaluate
+
+        evaluate(*parse_evaluate(words, int(os.environ["WORLD_SIZE"])))
+
+
+def main(how: str, rank: str, when: str, command: str, *words: str) -> int:
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    callbacks: tuple = ()
+    if os.environ["RANK"] == rank:
+        if not is_first:
+            time.sleep(2)  # the others find what this process has left in the store before
+        elif how != "late":
+            callbacks = (Failing(how, when),)
+            pending = [when]
+
+            def at_path(event: str, arguments: tuple) -> None:
+                if event == "open" and pending and pending[0] in str(arguments[0]):
+                    pending.clear()
+                    fail(how)
+
+            sys.addaudithook(at_path)
+    try:
+        run(command, list(words), callbacks)
+    except GptlmError as error:
+        print(f"rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        print(f"rank {os.environ['RANK']}: another process ended", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
