@@ -2,12 +2,15 @@
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
+from urllib.request import urlopen
 
 import openai
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from gptlm.commands.serve import parse_serve
 from gptlm.errors import UsageError
@@ -60,6 +63,40 @@ def test_an_answer_and_its_stream_are_those_of_stock_transformers(client, folder
     assert events[-1].usage == found.usage and events[0].choices[0].delta.role == "assistant"
 
 
+@pytest.mark.slow
+def test_transformers_chat_talks_to_the_server(client, folder):
+    """The real command, two turns."""
+    command = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
+    words = ["chat", "m", f"http://127.0.0.1:{client.base_url.port}", "do_sample=False", "max_new_tokens=20"]
+    talk = subprocess.run(
+        [sys.executable, "-c", command, *words],
+        input=f"{TALK[0]['content']}\ntwo dogs\n!exit\n", capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert talk.returncode == 0, talk.stderr
+    answers = [line.strip() for line in talk.stdout.splitlines()]
+    more = [TALK[0], {"role": "assistant", "content": SAID}, {"role": "user", "content": "two dogs"}]
+    assert SAID in answers and stock_answer(folder, more) in answers[answers.index(SAID) + 1 :]
+
+
+def test_what_transformers_chat_asks_for(client):
+    with urlopen(f"http://127.0.0.1:{client.base_url.port}/health") as answer:
+        assert (answer.status, json.load(answer)) == (200, {"status": "ok"})
+    for name, expected in (("m", 200), ("other", 404), (None, 404)):
+        connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=30)
+        connection.request("POST", "/load_model", json.dumps({"model": name}))
+        answer = connection.getresponse()
+        assert answer.status == expected
+        body = answer.read()
+        assert expected == 404 or body == b'data: {"status": "ready", "cached": true}\n\n'
+        connection.close()
+    asked = {"model": "m", "messages": TALK[:1], "max_tokens": 2}
+    stock = GenerationConfig(do_sample=False, max_new_tokens=1).to_json_string()
+    greedy = client.chat.completions.create(**asked, extra_body={"generation_config": stock})
+    assert SAID.startswith(greedy.choices[0].message.content) and greedy.usage.completion_tokens == 2  # not 1
+    alone = {"model": "m", "messages": TALK[:1], "extra_body": {"generation_config": stock}}
+    assert client.chat.completions.create(**alone).usage.completion_tokens == 1
+
+
 def test_texts_are_continued_up_to_what_the_request_says(client, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
@@ -105,6 +142,10 @@ def test_a_seed_repeats_a_sample(client):
         ),
         ({"frequency_penalty": 1}, openai.BadRequestError, "unsupported_parameter", "not implemented"),
         ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "unknown_parameter", "nonsense"),
+        ({"extra_body": {"generation_config": "{"}}, openai.BadRequestError, None, "not valid JSON"),
+        ({"extra_body": {"generation_config": "[]"}}, openai.BadRequestError, None, "not a JSON object"),
+        ({"extra_body": {"generation_config": {"num_beams": 4}}}, openai.BadRequestError, None, "num_beams is not"),
+        ({"extra_body": {"generation_config": {"do_sample": 1}}}, openai.BadRequestError, None, "true or false"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,8 +7,9 @@ from typing import Any
 from gptlm.config.args.chat import ServeArguments
 from gptlm.data.conversations import Conversation, parse_conversation
 from gptlm.data.text_files import check_text
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, reason_of
 from gptlm.inference.sampling import Sampling
+from gptlm.json_text import parse_json
 
 LONGEST_PROMPT = 100_000  # characters, checked before they become tokens
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS = 32, 16, 16
@@ -43,6 +44,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters that are not implemented -
     "stream_options": (),
 }
 KNOWN = ("model", "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "n", "stop", "stream")
+NO_OBJECT = "the body is not a JSON object"
+STOCK = "generation_config"  # the JSON text that `transformers chat` sends
+OF_STOCK = {  # its fields -> ours
+    "max_new_tokens": "max_tokens",
+    **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+}
 
 
 class RequestError(Exception):
@@ -94,18 +101,15 @@ def parse_request(body: Any, *, chat: bool, names: tuple[str, ...], arguments: S
         RequestError: for what is wrong or not implemented.
     """
     if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
+        raise RequestError(NO_OBJECT)
+    given = _with_generation_config({name: value for name, value in body.items() if value is not None})
     known = {*KNOWN, *IGNORED, *NEUTRAL, *(("messages", "max_completion_tokens") if chat else ("prompt",))}
     if unknown := [name for name in given if name not in known]:
         raise RequestError(f"unknown parameter: {unknown[0][:100]!r}", param=unknown[0][:100], code="unknown_parameter")
     for name, neutral in NEUTRAL.items():
         if name != "stream_options" and name in given and given[name] not in neutral:
             raise RequestError(f"{name} is not implemented; leave it out", param=name, code="unsupported_parameter")
-    model = given.get("model")
-    if model not in names:
-        shown = f"{model!r:.100} does not exist" if model is not None else "is missing"
-        raise RequestError(f"the model {shown}; there is {names[0]!r}", 404, param="model", code="model_not_found")
+    check_model(given, names)
     limit = _number(given, "max_completion_tokens", int, 1, 1 << 31) or _number(given, "max_tokens", int, 1, 1 << 31)
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
@@ -120,6 +124,38 @@ def parse_request(body: Any, *, chat: bool, names: tuple[str, ...], arguments: S
         stream=_switch(given, "stream"),
         include_usage=_switch(options, "include_usage"),
     )
+
+
+def check_model(body: Any, names: tuple[str, ...]) -> None:
+    """Raises RequestError unless the request `body` names a model of `names`."""
+    if not isinstance(body, dict):
+        raise RequestError(NO_OBJECT)
+    model = body.get("model")
+    if model not in names:
+        shown = f"{model!r:.100} does not exist" if model is not None else "is missing"
+        raise RequestError(f"the model {shown}; there is {names[0]!r}", 404, param="model", code="model_not_found")
+
+
+def _with_generation_config(given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with the fields of transformers' GenerationConfig in it, which count where nothing else is given."""
+    if STOCK not in given:
+        return given
+    rest = {name: value for name, value in given.items() if name != STOCK}
+    try:
+        fields = parse_json(given[STOCK]) if isinstance(given[STOCK], str) else given[STOCK]
+    except ValueError as error:
+        raise RequestError(f"{STOCK} is not valid JSON: {reason_of(error)}", param=STOCK) from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"{STOCK} is not a JSON object", param=STOCK)
+    fields = {name: value for name, value in fields.items() if value is not None and name != "transformers_version"}
+    samples = _switch(fields, "do_sample")
+    for name in fields:
+        if name not in OF_STOCK and name != "do_sample":
+            raise RequestError(f"{STOCK}: {name[:100]} is not implemented; leave it out", param=STOCK)
+    found = {ours: fields[name] for name, ours in OF_STOCK.items() if name in fields}
+    if not samples:
+        found["temperature"] = 0
+    return {**found, **rest}
 
 
 def _sampling(given: Mapping[str, Any], arguments: ServeArguments) -> Sampling:

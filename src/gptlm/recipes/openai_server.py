@@ -1,4 +1,4 @@
-"""A server for clients of OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models.
+"""A server for clients of OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health.
 
 Requests are read in threads of their own and generated in the main thread, one after the other.
 """
@@ -30,7 +30,7 @@ from gptlm.inference.stop_texts import UntilStop
 from gptlm.json_text import parse_json
 from gptlm.recipes.common.main_thread import BusyError, MainThread
 from gptlm.recipes.common.own_requests import LONGEST_BODY, OwnAddress
-from gptlm.recipes.openai_requests import Request, RequestError, parse_request
+from gptlm.recipes.openai_requests import Request, RequestError, check_model, parse_request
 from gptlm.recipes.predict import load, log_to, uses_graph
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 32  # requests; one is answered at a time
 PATIENCE = 60.0  # seconds for a client that stops sending or reading
 CHAT, TEXT, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+HEALTH = "/health"  # asked by `transformers chat`, containers and proxies
+LOAD = "/load_model"  # with which `transformers chat` begins
 
 
 def serve_api(arguments: ServeArguments, notes: tuple[str, ...] = ()) -> None:
@@ -221,7 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self) -> None:
         path, api = self.path.partition("?")[0].rstrip("/"), self.server.api
         model = {"id": api.names[0], "object": "model", "created": api.created, "owned_by": "gptlm"}
-        if path == MODELS:
+        if path == HEALTH:
+            self._json(200, {"status": "ok"})
+        elif path == MODELS:
             self._json(200, {"object": "list", "data": [model]})
         elif path == f"{MODELS}/{api.names[0]}":
             self._json(200, model)
@@ -232,6 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
+        if path == LOAD:
+            self._loaded()
+            return
         if path not in (CHAT, TEXT):
             raise RequestError(f"there is nothing at {path[:100]}; there are {CHAT} and {TEXT}", 404)
         api, chat = self.server.api, path == CHAT
@@ -246,6 +253,14 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             seconds = max(time.monotonic() - started, 1e-9)
             logger.info("%d + %d tokens in %.2f s: %.1f tokens/s", *usage, seconds, usage[1] / seconds)
+
+    def _loaded(self) -> None:
+        """Say that the model is there."""
+        check_model(self._body(), self.server.api.names)
+        self._head(200, {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}, chunked=True)
+        self._began = True
+        self._event({"status": "ready", "cached": True})
+        self._chunk(b"")
 
     def _body(self) -> Any:
         length = self.headers.get("Content-Length") or ""
