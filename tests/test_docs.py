@@ -20,7 +20,7 @@ from gptlm.commands.convert import parse_convert
 from gptlm.commands.evaluate import EVALUATE
 from gptlm.commands.merge_lora import parse_merge
 from gptlm.commands.plan import parse_plan
-from gptlm.commands.predict import parse_predict
+from gptlm.commands.predict import resolve_predict
 from gptlm.commands.preprocess import parse_preprocess
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.commands.report import parse_report
@@ -97,7 +97,7 @@ PARSERS = {
     "convert": lambda words, _: parse_convert(words),
     "preprocess": lambda words, _: parse_preprocess(words),
     "tokenizer": lambda words, _: parse_tokenizer(words),
-    "predict": lambda words, _: parse_predict(words),
+    "predict": lambda words, _: not resolve_predict(words, printing=True).refusals,  # its model need not be there
     "chat": lambda words, _: parse_chat(words),
     "serve": lambda words, _: parse_serve(words),
     "evaluate": lambda words, _: parse(EVALUATE, words),  # parse_evaluate reads the model's config

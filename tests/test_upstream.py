@@ -47,6 +47,7 @@ OWN_METHODS = {
     "output_scores",
     "forward",
     "core_context",
+    "names_of_group",
 }  # of our own modules, replaced when they are compiled or split
 
 

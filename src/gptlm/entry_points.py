@@ -152,8 +152,11 @@ def predict(argv: Sequence[str]) -> None:
     words = _words_unless_printed(argv, lambda words: resolve_predict(words, printing=True, piped=_piped()))
     if words is None:
         return
-    arguments, notes = with_conversions(lambda: parse_predict(words, piped=_piped()), _convert_on_stderr)
+    processes = world_size()
+    arguments, notes = with_conversions(lambda: parse_predict(words, processes, piped=_piped()), _convert_on_stderr)
     check_readable("input_file", None if arguments.input_file == STDIN else arguments.input_file)
+    if arguments.tensor_parallel_degree > 1:
+        check_connection(os.environ)
     base_and_adapters(arguments.model_name_or_path, arguments.lora_path)
     if arguments.serve and find_spec("gradio") is None:
         raise GptlmError("--serve needs gradio; install it with pip install 'gptlm[serve]'")

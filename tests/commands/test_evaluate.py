@@ -103,7 +103,11 @@ def test_fleetx_s_words(parsed, words, task):
         ("--task TEXT --eval_path f --hidden-size 24", "--hidden-size 24: the model .* has 32"),
         ("--task TEXT --eval_path f --num-attention-heads 4", "--num-attention-heads 4: the model .* has 2"),
         ("--task TEXT --eval_path f --max-position-embeddings 9", "--max-position-embeddings 9: the model .* has 64"),
-        ("--task TEXT --eval_path f --tensor-model-parallel-size 2", "evaluation is data-parallel only"),
+        ("--task TEXT --eval_path f --pipeline-model-parallel-size 2", "use --tensor_parallel_degree"),
+        (
+            "--task TEXT --eval_path f --tensor-model-parallel-size 2",
+            "size 2: this is one process; start 2: torchrun --nproc_per_node 2 -m gptlm evaluate",
+        ),
         ("--task TEXT --eval_path f --overlaping_eval 2", "did you mean --overlapping_eval"),
     ],
 )

@@ -72,6 +72,7 @@ def test_every_argument_of_trl_is_known_to_sft():
 DEGREES = {  # 1 asks for nothing
     "sep_parallel_degree", "context_parallel_degree", "context_parallel_size", "expert_model_parallel_size",
     "num_experts", "tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size",
+    "pipeline_parallel_degree",
     "lora_plus_scale", "generation_num_beams", "devices",
 }  # fmt: skip
 ALWAYS_ON = {"average_tokens_across_devices"}  # what is true asks for nothing

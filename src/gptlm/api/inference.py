@@ -74,6 +74,8 @@ def generate(
         raise UsageError(f"prompts hold {type(wrong).__name__}; expected texts")
     if unused := next((name for name in NOT_HERE if name in flags), None):
         raise UsageError(f"{unused} is for the command; prompts go to the function, and it returns what it generates")
+    if flags.get("tensor_parallel_degree") is not None:
+        raise UsageError("tensor_parallel_degree is for the command, gptlm predict: its processes answer together")
     is_path = isinstance(model, (str, PathLike))
     arguments, notes = _predict_arguments(model if is_path else "model", flags)
     log_to(notes)

@@ -19,6 +19,7 @@ NOT_HERE = {  # arguments of predict that are none of a conversation
     **dict.fromkeys(("batch_size", "num_return_sequences"), ONE),
     **dict.fromkeys(("num_beams", "length_penalty", "early_stopping", "decode_strategy"), NO_BEAMS),
     "serve": "gptlm predict opens a page in the browser",
+    **dict.fromkeys(("tensor_parallel_degree", "ddp_timeout"), "one process answers; see gptlm predict"),
 }
 TERMINAL = {"host": "gptlm serve listens on an address", "port": "gptlm serve listens on a port"}
 

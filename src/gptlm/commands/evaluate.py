@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptlm.checkpoint.task import note_other_tasks, take_own_adapters
+from gptlm.commands.tensor_parallel import find_shape, process_problems, split_problems
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model
 from gptlm.compat.fleetx.translate import evaluation_arguments
@@ -14,9 +15,7 @@ from gptlm.config.field import check_fields
 from gptlm.config.parser import Parsed, Vocabulary, parse
 from gptlm.config.problem import Problem, usage_error
 from gptlm.data.text_files import holds_records
-from gptlm.errors import GptlmError, UsageError, named
-from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
-from gptlm.model.files import shape_of_config
+from gptlm.errors import UsageError, named
 from gptlm.model.presets import PRESETS, Shape
 
 DETOKENIZER_OF_TASK = {"LAMBADA": "lambada", "WIKITEXT103": "wikitext", "WIKITEXT2": "wikitext", "TEXT": "none"}
@@ -45,7 +44,8 @@ all its targets, later windows the new ones only, so every token except the firs
   token_ratio   (num_tokens - 1) / (num_original_tokens - 1); original tokens are separated by blanks in the file
   adjusted_ppl  exp(min(20, loss x token_ratio)), the perplexity per original token
 
-With torchrun, windows are distributed over processes; the results do not change.
+With torchrun, windows are distributed over processes; the results do not change. --tensor_parallel_degree N splits the
+model over N processes each, for models that do not fit on one GPU: each loads its part of the weights.
 
 --json prints one flat object: task, model, num_examples, batch_size (null: unset), max_seq_length. LAMBADA adds
 num_correct_strict, accuracy_strict, num_correct_last_token, accuracy_last_token. The other tasks (an example is a
@@ -86,11 +86,14 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     note_other_tasks(parsed)
     _derive_task(parsed)
     arguments, sizes = parsed[EvaluateArguments], parsed[SizeArguments]
+    degree = max(arguments.tensor_parallel_degree, 1)
+    arguments = parsed.put(replace(arguments, tensor_parallel_degree=degree))
     task = arguments.task or ""
     problems = [
         *check_fields(arguments, sizes),
         *_input_problems(arguments, task),
         *_device_problems(arguments, processes),
+        *(process_problems(degree, processes, "evaluate", replicas=True) if not printing else ()),
     ]
     name = arguments.model_name_or_path
     missing = Problem("model_name_or_path", "is missing: the folder of a trained model")
@@ -109,8 +112,12 @@ def resolve_evaluate(argv: Sequence[str], processes: int = 1, *, printing: bool 
     if printing and name not in PRESETS and not Path(name).is_dir():
         parsed.note(f"model {name} not found: sizes and lengths are not checked")
         return parsed
-    shape = _find_shape(name, arguments.lora_path)
-    problems = [*_size_problems(sizes, name, shape), *_derive_lengths(parsed, name, shape.max_position_embeddings)]
+    shape = find_shape(name, arguments.lora_path)
+    problems = [
+        *split_problems(arguments.tensor_parallel_degree, name, arguments.lora_path, shape),
+        *_size_problems(sizes, name, shape),
+        *_derive_lengths(parsed, name, shape.max_position_embeddings),
+    ]
     if problems:
         raise usage_error(problems, parsed.typed)
     return parsed
@@ -165,23 +172,6 @@ def _device_problems(arguments: EvaluateArguments, processes: int) -> Iterator[P
         yield Problem("device", f"{device!r} is one GPU for {processes} processes; {remedy}")
     if arguments.fp16 and arguments.bf16:
         yield Problem("fp16", f"and {named('bf16')} exclude each other; give one")
-
-
-def _find_shape(name: str, lora_path: str | None) -> Shape:
-    """The sizes of the model `name`, from its config.json or the preset; adapters must have these sizes."""
-    base, adapters = base_and_adapters(name, lora_path)
-    if Path(base).is_dir():
-        shape = shape_of_config(Path(base) / "config.json")
-    elif base in PRESETS:
-        if PRESETS[base].hub_id is None:
-            raise GptlmError(f"no weights were ever published for {base}, it is a size only; give a trained folder")
-        shape = PRESETS[base].shape
-    else:
-        hint = base_hint(adapters)
-        raise GptlmError(f"{named('model_name_or_path')} {base!r} is neither a folder nor a built-in name{hint}")
-    if adapters:
-        check_fit(Path(adapters), shape)
-    return shape
 
 
 def _size_problems(sizes: SizeArguments, name: str, shape: Shape) -> Iterator[Problem]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gptlm.checkpoint.task import note_other_tasks, take_own_adapters
+from gptlm.commands.tensor_parallel import find_shape, process_problems, split_problems
 from gptlm.compat import paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model
 from gptlm.compat.defaults import default_of_mode
@@ -14,6 +16,7 @@ from gptlm.config.origin import Origin, Source
 from gptlm.config.parser import Parsed, Vocabulary, parse, shown
 from gptlm.config.problem import Problem, usage_error
 from gptlm.errors import named
+from gptlm.model.presets import PRESETS
 
 FLEETX_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 
@@ -27,13 +30,15 @@ PREDICT = Vocabulary(
 )
 
 
-def parse_predict(argv: Sequence[str], *, piped: bool = False) -> tuple[PredictArguments, tuple[str, ...]]:
+def parse_predict(
+    argv: Sequence[str], processes: int = 1, *, piped: bool = False
+) -> tuple[PredictArguments, tuple[str, ...]]:
     """The resolved arguments and the lines to log. Raises as `resolve_predict`."""
-    parsed = resolve_predict(argv, piped=piped)
+    parsed = resolve_predict(argv, processes, piped=piped)
     return parsed[PredictArguments], tuple(parsed.notes)
 
 
-def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool = False) -> Parsed:
+def resolve_predict(argv: Sequence[str], processes: int = 1, *, printing: bool = False, piped: bool = False) -> Parsed:
     """The command with everything filled in.
 
     Args:
@@ -42,6 +47,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
 
     Raises:
         UsageError: listing everything that is wrong.
+        GptlmError: if a model that is to be split cannot be found.
     """
     parsed = parse(PREDICT, argv)
     take_external_model(parsed)
@@ -50,6 +56,7 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
     note_other_tasks(parsed)
     problems = [*check_fields(parsed[PredictArguments]), *_length_problems(parsed), *_derive_sampling(parsed)]
     problems += _conflicts(parsed[PredictArguments])
+    problems += _degree_problems(parsed, processes, printing)
     _derive_input(parsed, piped)
     if parsed.aliases.get("tgt_length") == "max_length":
         parsed.note(
@@ -67,6 +74,28 @@ def resolve_predict(argv: Sequence[str], *, printing: bool = False, piped: bool 
         raise usage_error(problems, parsed.typed)
     _log_unused(parsed)
     return parsed
+
+
+def _degree_problems(parsed: Parsed, processes: int, printing: bool) -> Iterator[Problem]:
+    """Fill in `tensor_parallel_degree`.
+
+    Raises:
+        GptlmError: if a model that is to be split cannot be found.
+    """
+    arguments = parsed[PredictArguments]
+    degree, name = max(arguments.tensor_parallel_degree, 1), arguments.model_name_or_path
+    parsed.put(replace(arguments, tensor_parallel_degree=degree))
+    if degree == 1:
+        return
+    if arguments.serve:
+        yield Problem("serve", f"with {named('tensor_parallel_degree')} {degree}: one process answers; leave one out")
+    if ":" in arguments.device:
+        remedy = f"use {named('device')} gpu"
+        yield Problem("device", f"{arguments.device!r} is one GPU for {degree} processes; {remedy}")
+    if not printing:
+        yield from process_problems(degree, processes, "predict", replicas=False)
+    if name and not (printing and name not in PRESETS and not Path(name).is_dir()):
+        yield from split_problems(degree, name, arguments.lora_path, find_shape(name, arguments.lora_path))
 
 
 def _derive_input(parsed: Parsed, piped: bool) -> None:
@@ -141,6 +170,7 @@ def _log_unused(parsed: Parsed) -> None:
         "do_sample": (arguments.do_sample or arguments.serve, ("top_k", "top_p", "temperature")),
         "num_beams": (arguments.num_beams > 1, ("length_penalty", "early_stopping")),
         "serve": (arguments.serve, ("host", "port")),
+        "tensor_parallel_degree": (arguments.tensor_parallel_degree > 1, ("ddp_timeout",)),
     }
     for flag, (on, names) in needed.items():
         given = [f"--{name}" for name in names if not parsed.is_default(name)]

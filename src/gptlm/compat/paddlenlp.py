@@ -194,6 +194,7 @@ PREDICT_RENAMED = {
     "input": "input_file",
     "output": "output_file",
     "adapter_name_or_path": "lora_path",
+    "tensor_model_parallel_size": "tensor_parallel_degree",
 }
 PREDICT_IGNORED = {
     "model_type": "the architecture is read from --model_name_or_path",
@@ -204,6 +205,10 @@ PREDICT_IGNORED = {
 }
 PREDICT_REFUSED = {
     "save_onepiece_model_path": (("", "none"), "saved models are single folders already; copy the folder"),
+    **dict.fromkeys(
+        ("pipeline_parallel_degree", "pipeline_model_parallel_size"),
+        (OFF_DEGREE, "prediction has no pipeline; use --tensor_parallel_degree"),
+    ),
     "diversity_rate": (("", "0", "0.0", "none"), "diverse beams are not implemented; use --do_sample"),
     "forced_bos_token_id": (("", "none"), "add the token to the prompt"),
     "forced_eos_token_id": (("", "none"), "truncated continuations get no end-of-text token; leave it out"),
@@ -231,6 +236,7 @@ EVALUATE_RENAMED = {
     "load": "model_name_or_path",
     "pretrained_checkpoint": "model_name_or_path",
     "data_path": "input_dir",
+    **dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), "tensor_parallel_degree"),
 }
 EVALUATE_IGNORED = {
     "strict_lambada": "both LAMBADA metrics are always printed",
@@ -260,7 +266,8 @@ EVALUATE_IGNORED = {
     "model_type": "the architecture is read from --model_name_or_path",
 }
 EVALUATE_REFUSED = {
-    "tensor_model_parallel_size": (OFF_DEGREE, "evaluation is data-parallel only; start one process per replica"),
-    "model_parallel_size": (OFF_DEGREE, "evaluation is data-parallel only; start one process per replica"),
-    "pipeline_model_parallel_size": (OFF_DEGREE, "evaluation is data-parallel only; start one process per replica"),
+    **dict.fromkeys(
+        ("pipeline_parallel_degree", "pipeline_model_parallel_size"),
+        (OFF_DEGREE, "evaluation has no pipeline; use --tensor_parallel_degree"),
+    ),
 }

@@ -147,7 +147,8 @@ class _Batch:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._choose: NextToken | None = None
         dtype = network.transformer.wpe.weight.dtype
-        self._cache = Slots(config, count, capacity, dtype=dtype, device=device)
+        heads = network.transformer.h[0].attn.heads
+        self._cache = Slots(config, count, capacity, heads=heads, dtype=dtype, device=device)
         self._ids = torch.zeros(count, capacity, dtype=torch.int64, device=device)  # behind a row: its first id
         self._starts = torch.zeros(count, dtype=torch.int64, device=device)  # the place of a prompt's last id
         self._active = torch.zeros_like(self._starts)  # 1, or 0 for an empty slot

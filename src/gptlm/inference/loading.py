@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.errors import GptlmError, doing
+from gptlm.inference.split_model import load_split
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_tensors, read_eos_token_id
 from gptlm.model.build import load_model
 from gptlm.model.files import ADAPTER_WEIGHTS, CONFIG, CONV1D_WEIGHTS, PEFT_PREFIX, WEIGHTS, has_tokenizer, has_weights
@@ -15,6 +16,7 @@ from gptlm.model.hub import model_folder
 from gptlm.model.lora import merge_adapters, warn_if_other_base
 from gptlm.model.safetensors_io import check_weights
 from gptlm.model.tokenizer import load_tokenizer
+from gptlm.parallel.process_groups import Mesh
 
 CPU = torch.device("cpu")
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
@@ -50,14 +52,20 @@ def tokenizer_folder(source: str, lora_path: str | None) -> str:
 
 @doing("loading the model")
 def load_for_inference(
-    source: str, device: torch.device = CPU, *, dtype: torch.dtype = torch.float32, lora_path: str | None = None
+    source: str,
+    device: torch.device = CPU,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora_path: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[GPTLMHeadModel, PreTrainedTokenizerBase]:
     """The model in evaluation mode on `device`, and its tokenizer.
 
     Args:
         source: a folder with both.
         dtype: of the weights in memory; adapters are added to them in float32.
-        lora_path: a folder with adapters to add to the weights, and perhaps a tokenizer.
+        lora_path: a folder with adapters to add to the weights, and perhaps a tokenizer; excludes `mesh`.
+        mesh: splits the layers over processes; each loads its part.
 
     Raises:
         GptlmError: if weights, tokenizer or adapters are missing or damaged, or do not fit each other.
@@ -66,8 +74,9 @@ def load_for_inference(
     check_weights(Path(source))
     if lora_path is None:
         tokenizer = load_tokenizer(source)
-        model = load_model(source, dtype=dtype)
+        model = load_model(source, dtype=dtype) if mesh is None else load_split(source, mesh, dtype)
     else:
+        assert mesh is None
         shapes = _low_rank_shapes(Path(lora_path))
         warn_if_other_base(Path(lora_path), source)
         tokenizer = load_tokenizer(tokenizer_folder(source, lora_path))

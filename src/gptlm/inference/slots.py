@@ -20,6 +20,7 @@ class Slots:
 
     Args:
         count, capacity: rows, and tokens of each.
+        heads: of each layer on this process.
 
     Attributes:
         lengths: (slots,) int64, the tokens of each row that are stored.
@@ -32,10 +33,11 @@ class Slots:
         count: int,
         capacity: int,
         *,
+        heads: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (count, config.n_head, capacity, config.n_embd // config.n_head)
+        shape = (count, heads, capacity, config.n_embd // config.n_head)
         # zeros: attention multiplies hidden values by 0, and 0 x NaN is NaN
         self.keys, self.values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)] for _ in range(2)

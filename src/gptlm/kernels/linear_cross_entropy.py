@@ -20,7 +20,7 @@ Reduction = Callable[[Tensor, str], Tensor]  # (per-token values (C, 1), "max" |
 
 ChunkLoss = Callable[[Tensor, Tensor, int, int, int, Reduction, bool], tuple[Tensor, Tensor | None]]
 
-ChunkScores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ChunkScores = Callable[[Tensor, Tensor, int, int, Reduction], tuple[Tensor, Tensor]]
 
 
 def _whole_vocabulary(values: Tensor, operation: str) -> Tensor:
@@ -168,13 +168,27 @@ def summed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> 
     return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), **how)
 
 
-def chunk_scores(product: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_scores(
+    product: Tensor, targets: Tensor, first_id: int, entries: int, reduce: Reduction
+) -> tuple[Tensor, Tensor]:
     """-log p of each target (C,) in float32, and whether it is the argmax (C,), from logits (C, V) as in `chunk_loss`.
 
-    Every target is an id.
+    Every target is an id. Of equal logits the lowest id is the argmax.
     """
-    log_p = torch.log_softmax(product, dim=-1, dtype=torch.float32)
-    return -log_p.gather(1, targets[:, None])[:, 0], product.argmax(dim=-1) == targets
+    if reduce is _whole_vocabulary:
+        log_p = torch.log_softmax(product, dim=-1, dtype=torch.float32)
+        return -log_p.gather(1, targets[:, None])[:, 0], product.argmax(dim=-1) == targets
+    logits = product.float()
+    own_highest, own_id = logits.max(dim=-1, keepdim=True)
+    highest = reduce(own_highest, "max")
+    normaliser = reduce((logits - highest).exp_().sum(dim=-1, keepdim=True), "sum")
+    column = targets[:, None] - first_id
+    here = (column >= 0) & (column < entries)
+    own = torch.where(here, logits.gather(1, torch.where(here, column, 0)), 0.0)
+    losses = normaliser.log() + highest - reduce(own, "sum")
+    # the lowest id is the maximum of the negative ones; float64 holds every id
+    lowest = -reduce(torch.where(own_highest == highest, -(own_id + first_id).double(), -torch.inf), "max")
+    return losses[:, 0], (lowest == targets[:, None])[:, 0]
 
 
 @torch.no_grad()
@@ -183,20 +197,23 @@ def token_scores(
     weight: Tensor,
     targets: Tensor,
     *,
+    first_id: int = 0,
+    reduce: Reduction = _whole_vocabulary,
     chunk: ChunkScores = chunk_scores,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Of each token -log softmax(hidden @ weight.T)[target] in float32 and whether the target is the argmax, both (N,).
 
     Args:
-        hidden: (N, D); `weight`: (V, D), the whole vocabulary; `targets`: (N,) int64 ids.
+        hidden: (N, D); `weight`, `first_id`, `reduce`: as in `linear_cross_entropy`; `targets`: (N,) int64 ids.
         chunk: `chunk_scores` or its compiled form.
         chunk_tokens: per chunk.
     """
     inputs, padded = _operands(hidden, weight)
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     hits = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
+    how = first_id, weight.shape[0], reduce
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        losses[rows], hits[rows] = chunk(_logits(inputs[rows], padded, weight.shape[0]), targets[rows])
+        losses[rows], hits[rows] = chunk(_logits(inputs[rows], padded, weight.shape[0]), targets[rows], *how)
     return losses, hits

@@ -1,6 +1,7 @@
 """Create the network: with random weights, or with the weights in a folder."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gptlm.model.files import ADAPTER_CONFIG, CONFIG, CONV1D_WEIGHTS, GENERATION
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.presets import Shape
 from gptlm.model.pretrained import load_pretrained
-from gptlm.model.safetensors_io import weight_files
+from gptlm.model.safetensors_io import LazyTensors, weight_files
 from gptlm.model.shards import StockWeights, model_tensors
 from gptlm.model.shards_index import is_sharded
 from gptlm.pickles.torch_file import read_torch
@@ -64,7 +65,7 @@ def check_memory(shape: Shape) -> None:
         )
 
 
-def _check_size(folder: Path) -> None:
+def check_size(folder: Path) -> None:
     """Raises GptlmError if the config has more weights than the files can hold, before memory is allocated for them."""
     files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and path.is_file()]
     count, size = shape_of_config(folder / CONFIG).weights, sum(path.stat().st_size for path in files)
@@ -132,7 +133,7 @@ def load_model(
         )
     try:
         config = loaded_config(source, hidden_dropout, attention_dropout)
-        _check_size(Path(source))
+        check_size(Path(source))
         _check_pickles(Path(source))
         loaded: Any
         if is_sharded(Path(source)):
@@ -144,8 +145,16 @@ def load_model(
     except Exception as error:  # safetensors, json, huggingface_hub and torch have error types of their own
         if is_out_of_memory(error):
             raise
-        raise GptlmError(_unreadable(source, error)) from error
+        raise GptlmError(unreadable(source, error)) from error
     model, report = loaded
+    check_complete(source, report)
+    if vocab_size is not None and vocab_size > model.config.vocab_size:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    return model
+
+
+def check_complete(source: str, report: dict[str, Any]) -> None:
+    """Raises GptlmError if the weights in `source` are not those of the network; `report` is transformers'."""
     missing = sorted(report["missing_keys"]) + [str(key) for key in report["mismatched_keys"]]
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:
@@ -158,9 +167,6 @@ def load_model(
             f"the weights in {source} do not fill the network: {len(missing)} tensors are missing or of another "
             f"shape (first: {missing[0]}); give a folder written by save_pretrained"
         )
-    if vocab_size is not None and vocab_size > model.config.vocab_size:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    return model
 
 
 @torch.no_grad()
@@ -195,7 +201,7 @@ def loaded_config(
     except GptlmError:
         raise
     except Exception as error:  # huggingface_hub, json and OSError
-        raise GptlmError(_unreadable(source, error)) from error
+        raise GptlmError(unreadable(source, error)) from error
     _check_supported(config, source)
     _set_dropout(config, hidden_dropout, attention_dropout)
     config.vocab_size = max(config.vocab_size, vocab_size or 0)
@@ -211,7 +217,7 @@ class StoredWeights:
 
     def __init__(self, source: str):
         self.source = source
-        self.tensors = model_tensors(Path(source))
+        self.tensors = _pickled(Path(source)) or model_tensors(Path(source))
 
     def get(self, name: str) -> torch.Tensor:
         """One weight in float32.
@@ -219,11 +225,43 @@ class StoredWeights:
         Raises:
             GptlmError: if it is not there.
         """
-        for stored in (name, name.removeprefix("transformer.")):  # the oldest files lack the prefix
-            if stored in self.tensors:
-                tensor = self.tensors[stored].float()
-                return tensor.t().contiguous() if name.endswith(CONV1D_WEIGHTS) else tensor
-        raise GptlmError(f"the weights in {self.source} lack {name}; give a folder written by save_pretrained")
+        stored = self._stored_name(name)
+        if stored is None:
+            raise GptlmError(f"the weights in {self.source} lack {name}; give a folder written by save_pretrained")
+        tensor = self.tensors[stored].float()
+        return tensor.t().contiguous() if name.endswith(CONV1D_WEIGHTS) else tensor
+
+    def compared_with(self, model: GPTLMHeadModel) -> dict[str, list[str]]:
+        """The names that do not fit the network, as transformers reports them; reads no weights."""
+        own = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        found = {name: stored for name in own if (stored := self._stored_name(name)) is not None}
+        unexpected = {*self.tensors} - {*found.values(), "lm_head.weight"}  # tied: a second copy
+        buffers = model._keys_to_ignore_on_load_unexpected
+        return {
+            "missing_keys": [name for name in own if name not in found],
+            "mismatched_keys": [name for name, stored in found.items() if self._shape(name, stored) != own[name]],
+            "unexpected_keys": [name for name in unexpected if not any(re.search(end, name) for end in buffers)],
+        }
+
+    def _stored_name(self, name: str) -> str | None:
+        names = (name, name.removeprefix("transformer."))  # the oldest files lack the prefix
+        return next((stored for stored in names if stored in self.tensors), None)
+
+    def _shape(self, name: str, stored: str) -> tuple[int, ...]:
+        """The shape of a weight in the network, (out, in) for a matrix."""
+        tensors = self.tensors
+        if isinstance(tensors, StockWeights):
+            return tensors.shape(stored)
+        lazy = tensors.part(stored) if isinstance(tensors, LazyTensors) else None
+        shape = tuple(tensors[stored].shape if lazy is None else lazy.get_shape())
+        return shape[::-1] if name.endswith(CONV1D_WEIGHTS) else shape
+
+
+def _pickled(folder: Path) -> dict[str, Tensor]:
+    """The weights in torch's format by name; those of its newer files stay on disk until used."""
+    if is_sharded(folder) or weight_files(folder):
+        return {}
+    return {name: one for path in sorted(folder.glob("pytorch_model*.bin")) for name, one in read_torch(path).items()}
 
 
 def _check_supported(config: GPT2Config, source: str) -> None:
@@ -252,7 +290,7 @@ def _check_pickles(folder: Path) -> None:
             read_torch(path)
 
 
-def _unreadable(source: str, error: Exception) -> str:
+def unreadable(source: str, error: Exception) -> str:
     return f"cannot load model weights from the folder {source}: {reason_of(error)}"
 
 
@@ -265,6 +303,8 @@ def check_finite(values: Tensor, model: Any) -> None:
 def _cause(model: Any) -> str:
     weights = dict(model.named_parameters())
     damaged = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
+    if hasattr(model, "names_of_group"):  # other processes have other parts of the weights
+        damaged = model.names_of_group(damaged)
     if damaged:
         return (
             f"{len(damaged)} of its {len(weights)} weight tensors contain them (first: {damaged[0]}); its training "

@@ -56,6 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.n_embd // config.n_head
+        self.heads = config.n_head  # of this process: tensor parallelism splits them
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # output: [q | k | v], each heads x head_dim
         self.c_proj = residual_projection(config.n_embd, config.n_embd)
         self.dropout = config.attn_pdrop

@@ -20,7 +20,9 @@ from gptlm.parallel.tensor import (
     SequenceLayerNorm,
     SequencePositions,
     VocabularyEmbedding,
+    VocabularyLogits,
     VocabularyLoss,
+    VocabularyScores,
     own_random_numbers,
 )
 from gptlm.upstream.torch import check_tensor_parallel
@@ -114,11 +116,16 @@ def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
 def _tie(model: Any, whole: nn.Module, mesh: Mesh) -> None:
     """Set the output layer's weight: the embedding, or a copy of it if that is on another stage."""
     model.lm_head = nn.Module()
-    if mesh.is_last_stage and mesh.is_first_stage:
-        model.lm_head.weight = model.transformer.wte.weight
-    elif mesh.is_last_stage:
+    if not mesh.is_last_stage:
+        return
+    weight = model.transformer.wte.weight if mesh.is_first_stage else None
+    if weight is None:
         share = shard(EMBEDDING, whole.weight.data, mesh.tensor_rank, mesh.dims.tensor)  # type: ignore[union-attr, arg-type]
-        model.lm_head.weight = nn.Parameter(share)
+        weight = nn.Parameter(share)
+    if mesh.dims.tensor > 1:
+        model.lm_head = VocabularyLogits(weight, mesh.tensor_group, model.config.vocab_size)
+    else:
+        model.lm_head.weight = weight
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -127,12 +134,17 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.device) -> None:
-    """Set the vocabulary-parallel loss, the RNG of split dropout, and which copy of a weight counts for the norm."""
+    """Set the vocabulary-parallel loss and scores, and heads and RNG of split attention.
+
+    Also which copy of a weight counts for the gradient norm.
+    """
     if mesh.dims.tensor > 1:
         first = vocab_range(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
         model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
+        model.output_scores = VocabularyScores(model.output_scores, mesh.tensor_group, first)
         for module in model.modules():
             if hasattr(module, "core_context"):
+                module.heads //= mesh.dims.tensor
                 module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
     for name, parameter in model.named_parameters():
         is_copy = name == OUTPUT and not mesh.is_first_stage  # the embedding counts on the first stage

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +22,8 @@ from gptlm.parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
+from gptlm.parallel.sharding import vocab_range
+from gptlm.upstream.torch import all_gather_into
 
 
 class ColumnLinear(nn.Module):
@@ -124,6 +127,50 @@ class VocabularyLoss:
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
         return all_reduce(values, operation, self.group)
+
+
+class VocabularyScores:
+    """The scores of tokens by a vocabulary-parallel output layer, in place of `GPTLMHeadModel.output_scores`.
+
+    Args:
+        scores: `kernels.linear_cross_entropy.token_scores`.
+        first: the first token id of this process.
+    """
+
+    def __init__(self, scores: Any, group: Any, first: int):
+        self.scores, self.group, self.first = scores, group, first
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        """(N, D), (V / n, D), (N,) -> both (N,), the same on every process; `how`: for `scores`."""
+        return self.scores(hidden, weight, targets, **how | {"first_id": self.first, "reduce": self._reduce})
+
+    def _reduce(self, values: Tensor, operation: str) -> Tensor:
+        return all_reduce(values, operation, self.group)
+
+
+class VocabularyLogits(nn.Module):
+    """An output layer split by ids: (..., D) -> (..., V) logits on every process, without a backward.
+
+    Args:
+        weight: (V / n, D), the embedding's.
+        vocabulary: V.
+    """
+
+    def __init__(self, weight: nn.Parameter, group: Any, vocabulary: int):
+        super().__init__()
+        self.weight, self.group, self.vocabulary = weight, group, vocabulary
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)
+        processes = dist.get_world_size(self.group)
+        longest = -(-self.vocabulary // processes)
+        logits = F.pad(logits, (0, longest - logits.shape[-1])).flatten(0, -2)
+        parts = logits.new_empty(processes * len(logits), longest)
+        all_gather_into(parts, logits.contiguous(), self.group)
+        sizes = [len(vocab_range(rank, processes, self.vocabulary)) for rank in range(processes)]
+        rows = [part[:, :size] for part, size in zip(parts.chunk(processes), sizes, strict=True)]
+        return torch.cat(rows, -1).view(*x.shape[:-1], self.vocabulary)
 
 
 @contextmanager

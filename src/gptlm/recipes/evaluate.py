@@ -32,8 +32,9 @@ from gptlm.kernels.compiling import compile_model, compile_obstacle
 from gptlm.model.files import shape_of_config
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.tokenizer import encode_texts, fingerprint, load_tokenizer
+from gptlm.parallel.dims import ParallelDims
 from gptlm.quiet import quiet_transformers
-from gptlm.recipes.common.device import choose_device, close_process_group, use_device
+from gptlm.recipes.common.device import choose_device, close_process_group, own_device, tensor_groups, use_device
 from gptlm.recipes.common.peers import Peers, find_peers
 from gptlm.training.metrics.throughput import start_logging
 
@@ -65,18 +66,22 @@ def evaluate(arguments: EvaluateArguments, notes: tuple[str, ...] = ()) -> Repor
 def _evaluate(arguments: EvaluateArguments, peers: Peers | None) -> Report:
     chosen = choose_device(arguments.device, fp16=arguments.fp16, bf16=arguments.bf16, level="O2")
     use_device(chosen)
+    device = own_device(chosen.type)
     source, adapters = find_model(arguments.model_name_or_path or "", arguments.lora_path)
     check_model_folder(source, adapters)
     tokenizer, rows = _tokenizer(source, adapters)
     task = _task(arguments, tokenizer, rows)
-    if peers is not None:
+    degree = arguments.tensor_parallel_degree
+    mesh = tensor_groups(degree, device, peers) if degree > 1 else None
+    if peers is not None and mesh is None:
         peers.heartbeat.ends = False
         peers.init_group("gloo")  # the processes exchange a few sums only
-    model, _ = load_for_inference(source, _device(chosen.type), dtype=chosen.dtype, lora_path=adapters)
+    model, _ = load_for_inference(source, device, dtype=chosen.dtype, lora_path=adapters, mesh=mesh)
     if isinstance(task, Reading):  # windows; texts of LAMBADA differ in length
         model.transformer.expect_repeated_shapes()
-    _compile(model, task, arguments.torch_compile, chosen.type)
-    sums = _sums(model, task, arguments)
+    dims = ParallelDims(ranks.world_size(), degree)
+    _compile(model, task, arguments.torch_compile, chosen.type, dims)
+    sums = _sums(model, task, arguments, dims)
     report = {
         "task": arguments.task,
         "model": arguments.model_name_or_path,
@@ -88,13 +93,6 @@ def _evaluate(arguments: EvaluateArguments, peers: Peers | None) -> Report:
         report["detokenizer"] = None if arguments.task == "DATA" else arguments.detokenizer
     _log(task, report, sums, model.config.vocab_size)
     return report
-
-
-def _device(kind: str) -> torch.device:
-    """This process's device; the GPUs of a node are assigned to its processes in order."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, ranks.local_rank() % torch.cuda.device_count())
 
 
 def _tokenizer(source: str, adapters: str | None) -> tuple[PreTrainedTokenizerBase, int]:
@@ -206,9 +204,11 @@ def _split_tokens(arguments: EvaluateArguments, tokenizer: PreTrainedTokenizerBa
     return tokens
 
 
-def _compile(model: GPTLMHeadModel, task: Cloze | Reading, wanted: bool | None, device: str) -> None:
+def _compile(
+    model: GPTLMHeadModel, task: Cloze | Reading, wanted: bool | None, device: str, dims: ParallelDims
+) -> None:
     """Compile blocks and scores as --torch_compile asks; unset, on a GPU where it takes less time than it saves."""
-    inputs = sum(len(row.ids) - 1 for row in task.rows) / ranks.world_size()
+    inputs = sum(len(row.ids) - 1 for row in task.rows) / dims.data
     is_long = 2 * model.num_parameters() * inputs > WORTH_COMPILING
     if not (device == "cuda" and is_long if wanted is None else wanted):
         return
@@ -225,16 +225,19 @@ def _compile(model: GPTLMHeadModel, task: Cloze | Reading, wanted: bool | None, 
 
 
 @doing("scoring")
-def _sums(model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments) -> Sequence[float]:
-    """The results of `task.tally`, summed over all rows and processes."""
-    world = ranks.world_size()
+def _sums(
+    model: GPTLMHeadModel, task: Cloze | Reading, arguments: EvaluateArguments, dims: ParallelDims
+) -> Sequence[float]:
+    """The results of `task.tally`, summed over all rows and replicas of the model."""
+    place = dims.place_of(ranks.rank())
     whole = batches(task.rows, arguments.batch_size)
     tallies = np.zeros(4 if isinstance(task, Cloze) else 2)
-    for done, scores in enumerate(score(model, task.rows, whole[ranks.rank() :: world]), start=1):
+    for done, scores in enumerate(score(model, task.rows, whole[place.data :: dims.data]), start=1):
         tallies += np.sum([task.tally(number, one) for number, one in scores], axis=0)
         if done % arguments.logging_freq == 0:
-            logger.info("batch %d of %d", min(done * world, len(whole)), len(whole))
-    if world > 1:
+            logger.info("batch %d of %d", min(done * dims.data, len(whole)), len(whole))
+    if dims.world > 1:
+        tallies *= place.tensor == 0  # the other processes of a replica have the same
         dist.all_reduce(torch.from_numpy(tallies))
     return tallies.tolist()
 

@@ -300,7 +300,7 @@ TASK_IGNORED = {
     "Profiler.*": "--profile STEPS writes a trace of torch.profiler",
     "Tuning.*": NOT_TRAINED,
     "FusedPasses.*": KERNELS,
-    "Distributed.*": "each process loads the whole model",
+    "Distributed.*": "each process loads the whole model, unless --tensor_parallel_degree splits it",
     "Model.*": "sizes are read from config.json",
     "Generation.*": "they are for a kernel or for exporting",
     "Offline_Eval.*": "for gptlm evaluate -c",

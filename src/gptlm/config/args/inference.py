@@ -55,6 +55,7 @@ class EvaluateArguments:
     )
     allow_special_tokens: bool = arg(False, "encode <|endoftext|> in a text as the special token")
     json: bool = arg(False, "print the result as one JSON object on stdout and the log on stderr")
+    tensor_parallel_degree: int = arg(-1, "tensor parallelism: processes that split each layer; -1: 1")
     logging_freq: int = arg(10, "progress log interval", ge=1, unit="batches")
     ddp_timeout: int = arg(1800, "timeout of collective operations", ge=1, le=LONGEST_WAIT, unit="seconds")
     device: str = arg("gpu", "gpu, gpu:N or cpu; falls back to cpu with a warning if there is no GPU", check=bad_device)
@@ -119,6 +120,10 @@ class PredictArguments:
     fp16: bool = arg(False, "float16 weights and computation; GPU only")
     cuda_graphs: bool | None = arg(
         None, "replay each step of the generation as a CUDA graph; unset: on a GPU, without beam search"
+    )
+    tensor_parallel_degree: int = arg(-1, "tensor parallelism: processes that split each layer; -1: 1")
+    ddp_timeout: int = arg(
+        1800, "tensor parallelism: timeout of collective operations", ge=1, le=LONGEST_WAIT, unit="seconds"
     )
     serve: bool = arg(False, "open a local web page for prompts; needs gptlm[serve]")
     host: str = arg("127.0.0.1", "--serve: address to listen on")

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gptlm.config.args.training import TrainingArguments
-from gptlm.errors import UsageError
+from gptlm.errors import GptlmError, UsageError, named
+from gptlm.parallel.dims import ParallelDims
+from gptlm.parallel.process_groups import Mesh
 from gptlm.quiet import deepspeed_without_gpu
-from gptlm.ranks import is_launched
+from gptlm.ranks import is_launched, local_rank, local_world_size, world_size
 from gptlm.recipes.common.peers import Peers, explain_timeout
+from gptlm.upstream.torch import set_group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,37 @@ def use_device(device: Device) -> None:
             gpus,
             gpus,
         )
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device; the GPUs of a node are assigned to its processes in order."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, local_rank() % torch.cuda.device_count())
+
+
+def tensor_groups(degree: int, device: torch.device, peers: Peers | None) -> Mesh:
+    """The groups of `degree` processes that split a model for inference; joins the process group.
+
+    Args:
+        device: of this process. GPUs exchange activations over NCCL, the host its results over gloo.
+
+    Raises:
+        GptlmError: if processes would have to share a GPU, which NCCL cannot.
+    """
+    on_gpu, here, gpus = device.type == "cuda", local_world_size() or 1, torch.cuda.device_count()
+    if on_gpu and here > gpus:
+        raise GptlmError(
+            f"{named('tensor_parallel_degree')} {degree}: {here} processes on this machine, {gpus} GPUs are visible; "
+            "each process takes a GPU of its own"
+        )
+    assert peers is not None  # the command line has checked the number of processes
+    set_group_timeout(peers.seconds)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    peers.heartbeat.ends = on_gpu
+    peers.init_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    return Mesh(ParallelDims(world_size(), degree))
 
 
 @contextmanager
