@@ -65,7 +65,8 @@ def run_case(case: Case, root: Path, sending: Sending | None = None) -> Ended:
     """Called in a worker."""
     command = COMMAND_LINES[case.command]
     with tempfile.TemporaryDirectory(prefix="gptlm-case-") as name:
-        folder = Path(name)
+        folder = Path(name) / "case"  # `..` holds nothing else: a command that reads all of it ends soon
+        folder.mkdir()
         for file in {*command.reads, *command.also}:
             target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)
