@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gptlm.kernels.attention import Documents
 from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
 from gptlm.model.build import StoredWeights, blank_model, loaded_config
 from gptlm.parallel.dims import ParallelDims
@@ -35,8 +36,9 @@ def loss_and_norm(
     model = parallelize(model, mesh, partial(_fill, StoredWeights(folder)), linear_cross_entropy, sequence=sequence)
     count = (targets != -100).sum()
     if pipeline > 1:
-        runner = Pipeline(model, mesh, chunks=1, micro_batches=2, device=torch.device("cpu"))
-        loss = runner.step(ids, targets, 1.0 / count)
+        runner = Pipeline(model, mesh, chunks=1, micro_batches=2, device=torch.device("cpu"), documents=Documents)
+        more = {"positions": documents.get("position_ids"), "offsets": documents.get("cu_seqlens")}
+        loss = runner.step(ids, targets, 1.0 / count, **more)
         runner.all_reduce_tied_gradients(lambda weight: weight.grad)
     else:
         loss = model.train()(input_ids=ids, shift_labels=targets, **documents).loss
@@ -51,7 +53,7 @@ def main(folder: str, batch: str, result: str) -> None:
     dist.init_process_group("gloo")
     ids, targets, documents = torch.load(batch)
     found = {layout: loss_and_norm(folder, ids, targets, layout) for layout in LAYOUTS}
-    for layout in ("tensor", "sequence"):
+    for layout in LAYOUTS:
         found[f"{layout}, documents"] = loss_and_norm(folder, ids, targets, layout, **documents)
         found[f"{layout}, dropout"] = loss_and_norm(folder, ids, targets, layout, 0.5, **documents)
     if dist.get_rank() == 0:

@@ -59,7 +59,7 @@ def test_a_bad_run_ends_every_process_with_a_sentence(tiny_model, corpus_folder,
     bad = words(tiny_model, corpus_folder, tmp_path / "bad", 2, 1, "--split", "1,0,0")
     result = run_script("run_pretrain", *bad, processes=2)
     assert result.returncode != 0 and result.stderr.count("valid split is empty") == 2
-    flags = ["--pipeline_parallel_degree", "2", "--document_masking", "position"]
+    flags = ["--pipeline_parallel_degree", "2", "--sharding", "stage3"]
     result = run_script("run_pretrain", *words(tiny_model, corpus_folder, tmp_path / "x", 2, 1, *flags), processes=2)
-    assert result.returncode != 0 and "document_masking position with" in result.stderr
+    assert result.returncode != 0 and "stage3 with" in result.stderr
     assert not (tmp_path / "x").exists()

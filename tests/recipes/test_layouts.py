@@ -231,7 +231,7 @@ def test_padding_and_documents_in_every_layout(model, tmp_path):
     found = json.loads((tmp_path / "result.json").read_text())
     padded, apart = alone(attention_mask=mask.long()), alone(**documents)
     assert [found[layout] for layout in ("tensor", "sequence", "pipeline")] == [padded] * 3
-    for layout in ("tensor", "sequence"):
+    for layout in ("tensor", "sequence", "pipeline"):
         assert found[f"{layout}, documents"] == apart
         assert found[f"{layout}, dropout"] != apart and all(map(math.isfinite, found[f"{layout}, dropout"]))
 

@@ -101,8 +101,6 @@ def test_a_blend_reads_each_sample_of_its_corpora_once(blend):
 @pytest.mark.parametrize("masking", ["none", "attention"])
 @pytest.mark.parametrize("degrees", ["", "--tensor_parallel_degree 8 --pipeline_parallel_degree 16"])
 def test_an_evaluation_reads_each_sample_once_and_fills_the_rest(blend, masking, degrees):
-    if degrees and masking != "none":
-        degrees = "--tensor_parallel_degree 8"  # pipelines refuse it
     words = [*blend[1], *degrees.split(), "--document_masking", masking, "--input_dir", blend[0]]
     run = parse_pretrain(words, {}, printing=True)
     corpora = open_corpora(blend[0], "90,5,5")

@@ -24,7 +24,7 @@ from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed, Vocabulary, parse
 from gptlm.config.problem import Problem
 from gptlm.config.run import PretrainRun, refusals_of, resolve, tried
-from gptlm.config.validate import pretrain_problems, pretrain_refusals
+from gptlm.config.validate import pretrain_problems
 from gptlm.errors import UsageError, named
 from gptlm.model.files import has_weights
 
@@ -85,7 +85,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         sources=parsed.sources,
         typed=parsed.typed,
         notes=tuple(parsed.notes),
-        refusals=refusals_of(parsed, pretrain_refusals(parsed, found.dims)),
+        refusals=refusals_of(parsed, ()),
         missing=tuple(parsed.missing),
         launch=launch or (),
     )

@@ -99,17 +99,6 @@ def _pretraining_data(parsed: Parsed, printing: bool) -> Iterator[Problem]:
             parsed.note(f"{named(name)} has no effect: token files are encoded already")
 
 
-def pretrain_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
-    """Pretraining runs that are sensible but not implemented."""
-    masking = parsed[DataArguments].document_masking
-    if dims.pipeline > 1 and masking != "none":
-        yield Problem(
-            "document_masking",
-            f"{masking} with {named('pipeline_parallel_degree')} {dims.pipeline}: stages send hidden states only, "
-            f"without documents; use {named('tensor_parallel_degree')} instead, or {named('document_masking')} none",
-        )
-
-
 def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
     """Fine-tuning runs that are sensible but not implemented."""
     if dims.is_model_parallel:

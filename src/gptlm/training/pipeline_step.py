@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlm.kernels.attention import Documents
 from gptlm.parallel.pipeline import Pipeline
 from gptlm.parallel.process_groups import Mesh
 from gptlm.training.step import EagerStep, Inputs
@@ -41,6 +42,7 @@ class PipelineStep(EagerStep):
                 chunks=self.chunks,
                 micro_batches=self.micro_batches,
                 device=device,
+                documents=Documents,
                 context=self.autocast,
             )
         return self._pipeline
@@ -52,7 +54,7 @@ class PipelineStep(EagerStep):
         # num_items counts over all processes, so a replica's targets as often as it has processes. The gradients
         # become means over replicas, hence the factor of the world size.
         factor = self.world_size * self.weights.scale_value / num_items
-        loss = pipeline.step(inputs["input_ids"], targets, factor)
+        loss = pipeline.step(inputs["input_ids"], targets, factor, **_documents(inputs))
         pipeline.all_reduce_tied_gradients(self.grad_sync.gradient)
         return loss / self.weights.scale_value
 
@@ -60,5 +62,11 @@ class PipelineStep(EagerStep):
         """Sum of the losses and number of targets of an evaluation batch, (1,) float64 each."""
         network.eval()
         targets = inputs["shift_labels"]
-        total = self.pipeline(network, targets.device).evaluate(inputs["input_ids"], targets)
+        pipeline = self.pipeline(network, targets.device)
+        total = pipeline.evaluate(inputs["input_ids"], targets, **_documents(inputs))
         return total.double().view(1), (targets != -100).sum().double().view(1)
+
+
+def _documents(inputs: Inputs) -> dict[str, Tensor | None]:
+    """Positions and document boundaries of a batch, which every stage reads from its own data."""
+    return {"positions": inputs.get("position_ids"), "offsets": inputs.get("cu_seqlens")}
