@@ -8,10 +8,11 @@ import torch
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import shards
+from gptlm.checkpoint.optimizer_state import StoredStates
 from gptlm.errors import GptlmError
 from gptlm.model.shards import ShardedTensors
 from gptlm.model.shards_index import rectangles, size_of
-from gptlm.parallel.sharding import boxes_of, shard
+from gptlm.parallel.sharding import full_shape, own_boxes, shard
 from tests.checkpoint.made import FIELDS, note_again
 
 STEP_OF_IT = 20
@@ -20,7 +21,7 @@ FIRST, SECOND = "weights-00001-of-00002.safetensors", "weights-00002-of-00002.sa
 
 
 class Coordinates:
-    """What `boxes_of` and `shard` need of a mesh."""
+    """What `own_boxes` and `shard` need of a mesh."""
 
     def __init__(self, rank, degree):
         self.tensor_rank, self.dims = rank, type("Dims", (), {"tensor": degree})
@@ -35,7 +36,7 @@ def held(whole, number, processes=2):
     """What process `number` writes of tensors that all hold."""
     parts = []
     for name, tensor in whole.items():
-        shape, (box,) = boxes_of(None, name, tensor.shape, 0)
+        shape, (box,) = own_boxes(None, name, tensor.shape)
         parts.append(shards.Held(name, shape, box, 0, tensor.view(-1)))
     return shards._share(parts, number, processes)
 
@@ -77,6 +78,29 @@ def test_boxes_are_read_from_any_parts(tmp_path):
         assert torch.equal(stored.box(WEIGHT, (top, bottom, left, right)), tensors()[WEIGHT][top:bottom, left:right])
 
 
+def test_elements_of_boxes_are_read_from_any_parts(tmp_path):
+    """As under ZeRO: a part of a shard, which is several boxes of the tensor one after the other."""
+    stored, generator = ShardedTensors(write(tmp_path, processes=7)), random.Random(1)
+    boxes = [(0, 2, 0, 5), (4, 6, 0, 5), (8, 10, 1, 4)]
+    values = torch.cat([tensors()[WEIGHT][top:bottom, left:right].flatten() for top, bottom, left, right in boxes])
+    for _ in range(50):
+        start, stop = sorted(generator.choices(range(len(values) + 1), k=2))
+        assert torch.equal(stored.elements(WEIGHT, boxes, start, stop), values[start:stop])
+
+
+def test_a_process_reads_the_files_with_its_own_part_only(tmp_path):
+    path = write(tmp_path)
+    (path / SECOND).unlink()
+    stored = StoredStates(path, None)
+    assert torch.equal(stored.part(BIAS, None, (7,), 0, 4), tensors()[BIAS][:4])
+    with pytest.raises(GptlmError, match=f"cannot read .*{SECOND}"):
+        stored.part(BIAS, None, (7,), 0, 5)
+    with pytest.raises(GptlmError, match=r"is of another model: .* is \[12, 5\] instead of \[12, 6\]"):
+        stored.part(WEIGHT, None, (12, 6), 0, 30)
+    with pytest.raises(GptlmError, match="exp_avg_sq; resume from another checkpoint"):
+        stored.part(WEIGHT, "exp_avg_sq", (12, 5), 0, 30)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "degree"),
     [
@@ -94,9 +118,11 @@ def test_boxes_are_the_shards_of_tensor_parallelism(name, shape, degree):
     matrix = whole.view(shape[0], -1)
     for rank in range(degree):
         own = shard(name, whole, rank, degree)
-        full, boxes = boxes_of(Coordinates(rank, degree), name, own.shape, 11)
-        found = torch.cat([matrix[top:bottom, left:right] for top, bottom, left, right in boxes])
-        assert full == list(shape) and torch.equal(found.view(own.shape), own)
+        mesh = Coordinates(rank, degree)
+        found, boxes = own_boxes(mesh, name, shape)
+        values = torch.cat([matrix[top:bottom, left:right] for top, bottom, left, right in boxes])
+        assert full_shape(mesh, name, own.shape, 11) == list(shape)
+        assert found == own.shape and torch.equal(values.view(found), own)
 
 
 def test_rectangles_fill_a_part():

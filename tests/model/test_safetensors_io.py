@@ -16,6 +16,7 @@ from gptlm.model.safetensors_io import (
     save_model_weights,
     save_shards,
     save_tensors,
+    tensor_shapes,
     weight_files,
 )
 
@@ -25,7 +26,10 @@ TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.
 def test_tensors_rows_and_metadata_of_one_file(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file(TENSORS, path, {"note": "n"})
-    assert read_header(path) == ({"a": [2, 3], "b": [4]}, {"note": "n"})
+    header = read_header(path)
+    assert tensor_shapes(path) == {"a": [2, 3], "b": [4]} and header.metadata == {"note": "n"}
+    place = header.tensors["a"]
+    assert place.dtype == "F32" and path.read_bytes()[place.start : place.stop] == TENSORS["a"].numpy().tobytes()
     lazy = LazyTensors([path])
     assert set(lazy) == {"a", "b"} and len(lazy) == 2 and "a" in lazy and "c" not in lazy
     assert torch.equal(lazy["a"], TENSORS["a"]) and torch.equal(lazy["b"], TENSORS["b"])
@@ -67,7 +71,7 @@ def test_a_model_in_shards(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 48}
     assert index["weight_map"] == {"a": names[0], "b": names[1], "c": names[1], "d": names[2]}
-    assert read_header(tmp_path / names[1])[1] == {"format": "pt"}
+    assert read_header(tmp_path / names[1]).metadata == {"format": "pt"}
     found = LazyTensors.of_model(tmp_path)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()) and len(found) == 4
     (tmp_path / names[1]).unlink()
@@ -79,7 +83,7 @@ def test_a_model_in_shards(tmp_path, monkeypatch):
 def test_a_small_model_is_one_file_without_index(tmp_path):
     save_model_weights(tmp_path, iter(TENSORS.items()), library="np")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert read_header(tmp_path / "model.safetensors")[1] == {"format": "np"}
+    assert read_header(tmp_path / "model.safetensors").metadata == {"format": "np"}
 
 
 def test_one_shard_at_a_time_is_held(tmp_path):

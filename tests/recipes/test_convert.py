@@ -3,14 +3,13 @@
 import json
 
 import pytest
-import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlm.cli import main
 from gptlm.locks import locked
-from gptlm.model import safetensors_io
+from gptlm.model import tensor_files
 from tests.conversion.layouts import HEADS, VOCABULARY, logits, paddle_tensors, stock, write_megatron, write_pdparams
 
 
@@ -57,7 +56,7 @@ def test_round_trips_are_bit_exact(folder, capsys):
 
 
 def test_shards_and_dtype(folder, capsys, monkeypatch):
-    monkeypatch.setattr(safetensors_io, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
     words = ["--from", str(folder / "a"), "--output", str(folder / "b"), "--dtype", "bfloat16"]
     assert main(["convert", *words]) == 0, capsys.readouterr().err
     index = json.loads((folder / "b/model.safetensors.index.json").read_text())
@@ -71,15 +70,19 @@ def test_shards_and_dtype(folder, capsys, monkeypatch):
 
 def test_a_wrong_result_is_an_error_and_leaves_nothing(folder, capsys, monkeypatch):
     """Weights that change while they are written are found by their logits."""
-    written = safetensors.torch.save_file
 
-    def changed_weights(tensors, *rest):
-        written({name: value + 0.1 if "mlp.c_fc.bias" in name else value for name, value in tensors.items()}, *rest)
+    def changed_weights(path, kinds, tensors):
+        save(path, kinds, ((name, value + 0.1 if "mlp.c_fc.bias" in name else value) for name, value in tensors))
 
+    def other_names(path, kinds, tensors):
+        save(path, {f"{name}s": kind for name, kind in kinds.items()}, ((f"{n}s", value) for n, value in tensors))
+
+    save = tensor_files.save_model_one_by_one
     words = ["convert", "--from", str(folder / "a"), "--output", str(folder / "b")]
-    monkeypatch.setattr(safetensors.torch, "save_file", changed_weights)
-    assert main(words) == 1
-    assert "the converted model computes other logits" in capsys.readouterr().err
+    for change, says in ((changed_weights, "computes other logits"), (other_names, "not have the weights of GPT-2")):
+        monkeypatch.setattr("gptlm.recipes.convert.save_model_one_by_one", change)
+        assert main(words) == 1
+        assert f"the converted model {'does ' if change is other_names else ''}{says}" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert main([*words, "--verify", "0"]) == 0
 

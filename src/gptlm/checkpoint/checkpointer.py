@@ -28,14 +28,14 @@ from gptlm.checkpoint import optimizer_state, random_states, shards
 from gptlm.checkpoint.manifest import SHARDED, STOCK, Manifest
 from gptlm.disk import sync_folder, sync_tree
 from gptlm.errors import GptlmError
-from gptlm.model.build import StoredWeights
+from gptlm.model.build import StoredWeights, blank_model
 from gptlm.model.files import CONV1D_WEIGHTS
 from gptlm.model.lora import StoredAdapters, save_adapters
-from gptlm.model.safetensors_io import save_model_weights
+from gptlm.model.tensor_files import save_model_one_by_one
 from gptlm.model.tokenizer import save_tokenizer
 from gptlm.parallel.deepspeed import gathered_parameters
 from gptlm.parallel.process_groups import Mesh
-from gptlm.parallel.sharding import checkpoint_name, gather_tensors, local_shard
+from gptlm.parallel.sharding import gather_tensors
 from gptlm.upstream.torch import set_last_lr
 
 logger = logging.getLogger(__name__)
@@ -246,11 +246,11 @@ class Checkpointer:
             return
         self._save_settings(folder)
         self.model.save_settings(folder)
-        stock = (
-            (name, (tensor.t() if name.endswith(CONV1D_WEIGHTS) else tensor).cpu().contiguous())
-            for name, tensor in tensors
-        )
-        save_model_weights(folder, stock)
+        with torch.device("meta"):
+            whole = blank_model(self.model.config)
+        dtype = self.model.dtype
+        kinds = {name: (_stock(name, weight).shape, dtype) for name, weight in whole.named_parameters()}
+        save_model_one_by_one(folder, kinds, ((name, _stock(name, tensor)) for name, tensor in tensors))
 
     def _save_settings(self, folder: Path) -> None:
         """The run as a file, and the tokenizer."""
@@ -323,10 +323,9 @@ class Checkpointer:
         """
         self.wait()
         self.read(folder, weights=True)
-        get: Callable[[str], Tensor] = self._stored(folder).get
+        stored = optimizer_state.StoredStates(folder, self._stored(folder), self.mesh, weights_only=True)
         for name, parameter in optimizer_state.trained(self.model):
-            with gathered_parameters([parameter], write=True):
-                parameter.copy_(local_shard(self.mesh, name, get(checkpoint_name(name))))
+            optimizer_state.load_weight(stored, name, parameter)
 
     def _stored(self, folder: Path) -> StoredAdapters | StoredWeights:
         return StoredAdapters(folder, self.model) if self.has_adapters else StoredWeights(str(folder))
@@ -366,6 +365,11 @@ class Checkpointer:
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()
+
+
+def _stock(name: str, tensor: Tensor) -> Tensor:
+    """A weight in the tensor layout of stock GPT-2."""
+    return tensor.t() if name.endswith(CONV1D_WEIGHTS) else tensor
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -11,7 +11,8 @@ step count.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ from gptlm.model.shards import ShardedTensors
 from gptlm.model.shards_index import is_sharded
 from gptlm.parallel.deepspeed import gathered_parameters, to_cpu_float32
 from gptlm.parallel.process_groups import Mesh
-from gptlm.parallel.sharding import checkpoint_name, local_shard
-from gptlm.upstream.deepspeed import flat_partitions, link_optimizer_state, own_state_range
+from gptlm.parallel.sharding import checkpoint_name, local_shard, own_boxes
+from gptlm.upstream.deepspeed import (
+    fill_own_state,
+    fill_own_weight,
+    flat_partitions,
+    link_optimizer_state,
+    own_state_range,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NUMBER = "|number"
@@ -77,23 +84,53 @@ def load(folder: Path, weights: Any, model: nn.Module, optimizer: Any, steps: in
 
 
 class StoredStates:
-    """Tensors of a checkpoint by name, read one at a time, this process's share of each."""
+    """Tensors of a checkpoint by name, read one at a time: this process's share of each, as its own memory.
 
-    def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None):
-        self.folder, self.weights, self.mesh = folder, weights, mesh
+    Of a sharded checkpoint no more is read.
+
+    Args:
+        weights_only: weights are read themselves, not their masters.
+    """
+
+    def __init__(self, folder: Path, weights: Any, mesh: Mesh | None = None, *, weights_only: bool = False):
+        self.folder, self.weights, self.mesh, self.weights_only = folder, weights, mesh, weights_only
         self.tensors: Mapping[str, Tensor] = (
             ShardedTensors(folder) if is_sharded(folder) else LazyTensors(files(folder))
         )
 
-    def weight(self, name: str) -> Tensor:
-        """The most precise copy there is of a parameter."""
-        name = checkpoint_name(name)
-        key = f"{name}|master"
-        return local_shard(self.mesh, name, self._get(key) if key in self.tensors else self.weights.get(name))
+    def tensor(self, name: str, kind: str | None = None) -> Tensor:
+        """The state `kind` of a parameter; None: the most precise copy there is of the parameter itself.
 
-    def moment(self, name: str, kind: str) -> Tensor:
-        name = checkpoint_name(name)
-        return local_shard(self.mesh, name, self._get(f"{name}|{kind}"))
+        Raises:
+            GptlmError: if it is not there.
+        """
+        name, key = self._key(name, kind)
+        if isinstance(self.tensors, ShardedTensors):
+            shape, boxes = own_boxes(self.mesh, name, self.tensors.index.tensors[key].shape)
+            return self.tensors.elements(key, boxes, 0, prod(shape)).view(shape)
+        found = local_shard(self.mesh, name, self._whole(name, key))
+        return found.clone() if self.mesh is None else found  # of a mapped file
+
+    def part(self, name: str, kind: str | None, shape: Sequence[int], start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of what `tensor` gives, which has to have `shape`.
+
+        Raises:
+            GptlmError: if it is not there, or of another shape.
+        """
+        name, key = self._key(name, kind)
+        if isinstance(self.tensors, ShardedTensors):
+            found, boxes = own_boxes(self.mesh, name, self.tensors.index.tensors[key].shape)
+            values = None
+        else:
+            values = local_shard(self.mesh, name, self._whole(name, key))
+            found, boxes = tuple(values.shape), []
+        if found != tuple(shape):
+            raise GptlmError(
+                f"the checkpoint {self.folder} is of another model: {key} is {list(found)} instead of {list(shape)}"
+            )
+        if values is None:
+            return self.tensors.elements(key, boxes, start, stop)  # type: ignore[attr-defined]
+        return values.reshape(-1)[start:stop]
 
     def has_moments(self, name: str) -> bool:
         return f"{checkpoint_name(name)}|{MOMENTS[0]}" in self.tensors
@@ -111,10 +148,34 @@ class StoredStates:
                 found.setdefault(name, []).append(kind)
         return found
 
-    def _get(self, key: str) -> Tensor:
-        if key not in self.tensors:
+    def _key(self, name: str, kind: str | None) -> tuple[str, str]:
+        """The names of the parameter and of the tensor in the checkpoint."""
+        name = checkpoint_name(name)
+        master = f"{name}|master"
+        has_master = not self.weights_only and master in self.tensors
+        key = f"{name}|{kind}" if kind else master if has_master else name
+        if key not in self.tensors and (kind or isinstance(self.tensors, ShardedTensors)):
             raise GptlmError(f"the checkpoint {self.folder} lacks {key}; resume from another checkpoint")
-        return self.tensors[key]
+        return name, key
+
+    def _whole(self, name: str, key: str) -> Tensor:
+        """Of a checkpoint that is not sharded."""
+        return self.weights.get(name) if key == name else self.tensors[key]
+
+
+@torch.no_grad()
+def load_weight(stored: StoredStates, name: str, parameter: nn.Parameter) -> None:
+    """Put a weight of the checkpoint into `parameter`, or into this process's partition of it.
+
+    Raises:
+        GptlmError: if it is missing or of another shape.
+    """
+    if hasattr(parameter, "ds_id"):
+        shape = parameter.ds_shape  # type: ignore[attr-defined]
+        if fill_own_weight(parameter, partial(stored.part, name, None, shape)):
+            return
+    with gathered_parameters([parameter], write=True):
+        parameter.data.copy_(stored.tensor(name))
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -192,7 +253,7 @@ def _restored(stored: StoredStates, name: str, device: torch.device, steps: int,
     """The state of one parameter as `_named_tensors` wrote it; counts stay in host memory unless kernels read them."""
     found: dict[str, Any] = {}
     for kind in stored.kinds(name):
-        value = stored.moment(name, kind)
+        value = stored.tensor(name, kind)
         if kind.endswith(NUMBER):
             found[kind.removesuffix(NUMBER)] = value.item()
         else:
@@ -206,21 +267,22 @@ def _restored(stored: StoredStates, name: str, device: torch.device, steps: int,
 def _load_plain(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, parameter in trained(model):
-        weight = stored.weight(name)
-        parameter.copy_(weight)
+        parameter.copy_(weight := stored.tensor(name))
         if not _has_masters(optimizer) and not _is_adamw(optimizer):
             if steps and stored.kinds(name):
                 optimizer.state[parameter] = _restored(stored, name, parameter.device, steps, on_device=fused)
             continue
-        moments = {kind: stored.moment(name, kind) for kind in MOMENTS} if steps and stored.has_moments(name) else {}
+        kinds = MOMENTS if steps and stored.has_moments(name) else ()
         if _has_masters(optimizer):
             optimizer.updates = steps
             own = optimizer.tensors(parameter)
-            for kind, value in {"master": weight, **moments}.items():
-                own[kind].copy_(value)
-        elif moments:
+            own["master"].copy_(weight)
+            for kind in kinds:
+                own[kind].copy_(stored.tensor(name, kind))
+        elif kinds:
             step = torch.tensor(float(steps), device=parameter.device if fused else "cpu")
-            optimizer.state[parameter] = {"step": step} | {k: m.to(parameter.device) for k, m in moments.items()}
+            moments = {kind: stored.tensor(name, kind).to(parameter.device) for kind in kinds}
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 # ZeRO ---------------------------------------------------------------------------------------------------------------
@@ -259,20 +321,18 @@ def _kinds_of_parts(optimizer: Any) -> list[str]:
 
 @torch.no_grad()
 def _load_sharded(stored: StoredStates, model: nn.Module, optimizer: Any, steps: int) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
     inner, first = optimizer.optimizer, trained(model)[0][0]
     adamw = _is_adamw(inner)
     kinds = MOMENTS if adamw else tuple(kind for kind in stored.kinds(first) if not _is_count(kind))
     if steps and (adamw or kinds):
         for part in flat_partitions(optimizer):
+            inner.state.pop(part, None)
             step: Any = steps if "CPU" in type(inner).__name__ else torch.tensor(float(steps), device=part.device)
             inner.state[part] = {"step": step, **{kind: torch.zeros_like(part.data) for kind in kinds}}
         link_optimizer_state(optimizer)
     for name, parameter in trained(model):
-        weight = stored.weight(name)
-        safe_set_full_fp32_param(parameter, weight)
-        for kind in kinds if steps and kinds[0] in stored.kinds(name) else ():
-            safe_set_full_optimizer_state(parameter, stored.moment(name, kind), kind)
-        with gathered_parameters([parameter], write=True):
-            parameter.data.copy_(weight)
+        own = kinds if steps and kinds and kinds[0] in stored.kinds(name) else ()
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        for kind in (None, *own):
+            fill_own_state(optimizer, parameter, kind, partial(stored.part, name, kind, shape))
+        load_weight(stored, name, parameter)

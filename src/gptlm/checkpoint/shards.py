@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from gptlm.checkpoint import optimizer_state
 from gptlm.errors import GptlmError, reason_of
 from gptlm.model.files import SHARDS_INDEX
-from gptlm.model.shards import NAMES, write_file
-from gptlm.model.shards_index import Box, Entry, Index, Part, index_text, is_weight, parse_index, size_of
+from gptlm.model.shards_index import STEP, Box, Entry, Index, Part, index_text, is_weight, parse_index, size_of
+from gptlm.model.tensor_files import NAMES, write_file
 from gptlm.parallel.process_groups import Mesh
-from gptlm.parallel.sharding import OUTPUT, boxes_of, checkpoint_name, split_of
+from gptlm.parallel.sharding import OUTPUT, checkpoint_name, full_shape, own_boxes, split_of
 from gptlm.upstream.deepspeed import own_weight_range, partition_count
 
 FLOATS = ("master", *optimizer_state.MOMENTS)  # stored in float32 whatever they are in memory
@@ -96,9 +96,8 @@ def _parts(
     is_copy = mesh is not None and name == OUTPUT and not mesh.is_first_stage  # the first stage writes the embedding
     if is_copy or (mesh is not None and not split_of(name) and mesh.tensor_rank > 0):
         return
-    full, boxes = boxes_of(mesh, name, shape, vocabulary)
-    first = 0
-    for box in boxes:
+    full, first = full_shape(mesh, name, shape, vocabulary), 0
+    for box in own_boxes(mesh, name, full)[1]:
         begin, end = max(start, first), min(start + len(values), first + size_of(box))
         if begin < end:
             yield Held(checkpoint_name(name) + kind, full, box, begin - first, values[begin - start : end - start])
@@ -145,14 +144,14 @@ def write(folder: Path, parts: list[Held], step: int, process: int, processes: i
             continue
         file = f"{kind}-{process + 1:05d}-of-{processes:05d}.safetensors"
         counts: dict[str, int] = {}
-        tensors = []
+        tensors = {}
         for part in own:
             number = counts[part.name] = counts.get(part.name, 0) + 1
             key = part.name if number == 1 else f"{part.name}#{number}"
-            tensors.append((key, part.values, part.dtype))
+            tensors[key] = part.values, part.dtype
             place = Part(file, key, part.box, part.start, part.start + len(part.values))
             written.append((part.name, part.shape, NAMES[part.dtype], place))
-        checksums[file] = write_file(folder / file, tensors, step)
+        checksums[file] = write_file(folder / file, tensors, {"format": "pt", STEP: str(step)})
     return Written(checksums, written)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from gptlm.conversion.gpt2_names import FINAL_NORM, PARTS, WPE, WTE
@@ -13,6 +13,7 @@ from gptlm.conversion.source import Source
 from gptlm.errors import GptlmError, named
 from gptlm.model.build import new_config
 from gptlm.model.pretrained import load_pretrained
+from gptlm.model.safetensors_io import tensor_shapes, weight_files
 from gptlm.upstream.transformers import use_eager_attention
 
 MAX_DIFFERENCE = 1e-3  # of logits: above rounding in float32, far below a wrong tensor layout
@@ -54,11 +55,18 @@ def logits_of(source: Source, ids: Tensor, dtype: torch.dtype | None = None) -> 
     return x @ weight(WTE).t()
 
 
-@torch.no_grad()
-def logits_of_folder(folder: Path, ids: Tensor) -> Tensor:
-    """Float32 logits (B, T, V) of a stock GPT-2 folder as transformers loads it."""
-    model = load_pretrained(AutoModelForCausalLM, str(folder), dtype=torch.float32).eval()
-    return model(ids).logits
+def check_stock(folder: Path) -> None:
+    """Raises GptlmError if the weights in `folder` are not by name and shape those of stock GPT-2 of its config."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_pretrained(AutoConfig, str(folder)))
+    expected = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    found = {name: shape for path in weight_files(folder) for name, shape in tensor_shapes(path).items()}
+    if found != expected:
+        other = next(name for name in {**expected, **found} if found.get(name) != expected.get(name))
+        raise GptlmError(
+            f"the converted model does not have the weights of GPT-2: {other} is {found.get(other)} instead of "
+            f"{expected.get(other)}; do not use the result, and report the checkpoint's format and version"
+        )
 
 
 def max_difference(before: Tensor, after: Tensor) -> float:

@@ -249,7 +249,7 @@ def check_base(checkpoint: Path, base: Path) -> None:
 
 def _trained_on(adapters: Path) -> str | None:
     """The fingerprint of the weights that `adapters` were trained on; None in files of plain PEFT."""
-    return read_header(adapters / ADAPTER_WEIGHTS)[1].get(FINGERPRINT)
+    return read_header(adapters / ADAPTER_WEIGHTS).metadata.get(FINGERPRINT)
 
 
 def _base_name(adapters: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,25 @@ from gptlm.model.shards_index import is_sharded, read_index
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARD_BYTES = 1 << 30  # of a model's files: what a conversion holds in memory
+SHARD_BYTES = 1 << 30  # of a model's files
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its bytes from `start` to `stop`; `dtype` is safetensors' name."""
+
+    dtype: str
+    shape: list[int]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a safetensors file says."""
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -54,11 +73,11 @@ def check_weights(folder: Path) -> None:
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
     """The shapes of the tensors in `path` by name. Raises GptlmError as `read_header`."""
-    return read_header(path)[0]
+    return {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
 
 
-def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """The shapes of the tensors in `path` by name, and the file's metadata.
+def read_header(path: Path) -> Header:
+    """The header of the safetensors file `path`.
 
     Raises:
         GptlmError: if the file cannot be read, or does not have the size that its header gives.
@@ -71,8 +90,8 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
             size = path.stat().st_size
             header = parse_json(file.read(length)) if length < size else {}
         metadata = dict(header.pop("__metadata__", None) or {})
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        shapes = {name: list(entry["shape"]) for name, entry in header.items()}
+        tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
+        expected = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     except OSError as error:
         raise GptlmError(f"cannot read {path}: {error.strerror}; copy or download it again") from error
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
@@ -83,25 +102,39 @@ def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
         raise GptlmError(
             f"{path} is damaged: it has {size:,} bytes, its header says {expected:,}; copy or download it again"
         )
-    return shapes, metadata
+    return Header(tensors, metadata)
+
+
+def _stored(entry: dict[str, Any], first: int) -> StoredTensor:
+    """An entry of a header; `first` is the first byte after the header."""
+    start, stop = entry["data_offsets"]
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise ValueError(f"the bytes of a tensor are {start!r} to {stop!r}")
+    return StoredTensor(str(entry["dtype"]), list(entry["shape"]), first + start, first + stop)
 
 
 class LazyTensors(Mapping[str, "Tensor"]):
     """The tensors of safetensors files by name; each is read when it is looked up.
+
+    A tensor is a view of its mapped file. The file is opened for it, so that its pages are freed with it.
 
     Raises:
         GptlmError: if a file is missing, truncated or damaged.
     """
 
     def __init__(self, paths: Iterable[Path]):
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Path] = {}
         for path in paths:
             tensor_shapes(path)  # safe_open does not name the file in its errors
-            try:
-                file: Any = safe_open(path, "pt")
-            except (OSError, SafetensorError) as error:
-                raise GptlmError(f"{path} cannot be read: {reason_of(error)}; copy or download it again") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+            with self._opened(path) as file:
+                self._files.update(dict.fromkeys(file.keys(), path))
+
+    @staticmethod
+    def _opened(path: Path) -> Any:
+        try:
+            return safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise GptlmError(f"{path} cannot be read: {reason_of(error)}; copy or download it again") from error
 
     @classmethod
     def of_model(cls, folder: Path) -> LazyTensors:
@@ -109,11 +142,12 @@ class LazyTensors(Mapping[str, "Tensor"]):
         return cls(weight_files(folder) or [folder / WEIGHTS])
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        with self._opened(self._files[name]) as file:
+            return file.get_tensor(name)
 
     def part(self, name: str) -> Any:
         """The tensor as safetensors' slice object: `part(name)[:10]` reads 10 rows only."""
-        return self._files[name].get_slice(name)
+        return self._opened(self._files[name]).get_slice(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # Mapping's own would read the tensor

@@ -82,31 +82,41 @@ def local_shard(mesh: Mesh | None, name: str, tensor: Tensor) -> Tensor:
     return tensor if mesh is None else shard(name, tensor, mesh.tensor_rank, mesh.dims.tensor)
 
 
-def boxes_of(mesh: Mesh | None, name: str, shape: Sequence[int], vocabulary: int) -> tuple[list[int], list[Box]]:
-    """The shape of the full tensor, and which boxes of it this process's shard holds, one after the other.
+def full_shape(mesh: Mesh | None, name: str, shape: Sequence[int], vocabulary: int) -> list[int]:
+    """The shape of the full tensor, of which this process's shard has `shape`.
 
     Args:
-        shape: of the shard.
         vocabulary: rows of the full embedding.
+    """
+    kind = split_of(name)
+    if mesh is None or not kind:
+        return list(shape)
+    if kind == "columns":
+        return [shape[0], shape[1] * mesh.dims.tensor]
+    return [vocabulary if name in (EMBEDDING, OUTPUT) else shape[0] * mesh.dims.tensor, *shape[1:]]
+
+
+def own_boxes(mesh: Mesh | None, name: str, full: Sequence[int]) -> tuple[tuple[int, ...], list[Box]]:
+    """The shape of this process's shard of a tensor of shape `full`, and which boxes it holds, one after the other.
 
     Returns:
         for each box first row, end of the rows, first column, end of the columns; a vector is one column.
     """
-    rows, columns = (shape[0], prod(shape[1:])) if shape else (1, 1)
+    rows, columns = (full[0], prod(full[1:])) if full else (1, 1)
     kind, rank, degree = split_of(name), 0, 1
     if mesh is not None:
         rank, degree = mesh.tensor_rank, mesh.dims.tensor
-    if not kind or degree == 1:
-        return list(shape), [(0, rows, 0, columns)]
+    if not kind or degree == 1 or not full:
+        return tuple(full), [(0, rows, 0, columns)]
     if kind == "columns":
-        return [rows, columns * degree], [(0, rows, rank * columns, (rank + 1) * columns)]
+        own = _range(rank, degree, columns)
+        return (rows, len(own)), [(0, rows, own.start, own.stop)]
     if kind == "rows":
-        total = vocabulary if name in (EMBEDDING, OUTPUT) else rows * degree
-        first = _range(rank, degree, total).start
-        return [total, *shape[1:]], [(first, first + rows, 0, columns)]
-    own, whole = rows // 3, rows // 3 * degree
-    firsts = [part * whole + rank * own for part in range(3)]
-    return [rows * degree, *shape[1:]], [(first, first + own, 0, columns) for first in firsts]
+        own = _range(rank, degree, rows)
+        return (len(own), *full[1:]), [(own.start, own.stop, 0, columns)]
+    own = _range(rank, degree, rows // 3)
+    boxes = [(part + own.start, part + own.stop, 0, columns) for part in range(0, rows, rows // 3)]
+    return (3 * len(own), *full[1:]), boxes
 
 
 def gather_tensors(mesh: Mesh, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -17,20 +17,20 @@ from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state
 from gptlm.config.args.convert import Conversion, ConvertArguments, ReadingArguments, WritingArguments
 from gptlm.conversion import gguf, lora
-from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, all_names, layer_and_part, layer_names
+from gptlm.conversion.gpt2_names import FINAL_NORM, WPE, WTE, all_names, layer_and_part, layer_names, shape_of
 from gptlm.conversion.huggingface import config_of
 from gptlm.conversion.megatron.write import check_degrees, padded_rows, write_megatron
 from gptlm.conversion.open import open_checkpoint
 from gptlm.conversion.paddle.write import check_writable, write_paddle
 from gptlm.conversion.source import ReadOptions, Source
-from gptlm.conversion.verify import fixed_batch, logits_of, logits_of_folder, max_difference
+from gptlm.conversion.verify import check_stock, fixed_batch, logits_of, max_difference
 from gptlm.errors import GptlmError, UsageError, doing, named
 from gptlm.locks import locked
 from gptlm.model.files import CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import saved_generation
 from gptlm.model.hub import model_folder
 from gptlm.model.presets import PRESETS
-from gptlm.model.safetensors_io import save_model_weights
+from gptlm.model.tensor_files import save_model_one_by_one
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
@@ -208,15 +208,16 @@ def write_huggingface(
         saved_generation(GenerationConfig(bos_token_id=eos, eos_token_id=eos)).save_pretrained(folder)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, value in source.weights():
-            yield name, value.to(dtype)
+        for weight in source.weights():
+            yield weight
             done()
 
-    save_model_weights(folder, weights())
+    names = all_names(source.shape.num_hidden_layers)
+    save_model_one_by_one(folder, {name: (shape_of(name, source.shape), dtype) for name in names}, weights())
 
 
 def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
-    """Compare what was read with what was written: a stock folder as transformers loads it, others as we read them."""
+    """Compare what was read with what was written, one layer in memory at a time."""
     if conversion.main.to == "gguf":
         kind = conversion.writing.gguf_type
         largest = gguf.max_difference(source, folder, kind)
@@ -227,12 +228,11 @@ def _verify(source: Source, folder: Path, conversion: Conversion) -> None:
     ids = fixed_batch(source.shape.vocab_size, source.shape.max_position_embeddings)
     before = logits_of(source, ids, _dtype(conversion))
     if conversion.main.to == "hf":
-        after = logits_of_folder(folder, ids)
-    else:
-        logger.info("reading the result")
-        options = ReadOptions(source.shape.vocab_size, source.shape.num_attention_heads, source.activation)
-        with open_checkpoint(folder, options, log=False) as written:
-            after = logits_of(written, ids)
+        check_stock(folder)
+    logger.info("reading the result")
+    options = ReadOptions(source.shape.vocab_size, source.shape.num_attention_heads, source.activation)
+    with open_checkpoint(folder, options, log=False) as written:
+        after = logits_of(written, ids)
     logger.info("logits before and after differ by at most %.2e", max_difference(before, after))
 
 

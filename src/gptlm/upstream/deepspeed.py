@@ -55,8 +55,10 @@ STATE = (
 )
 SHARDS = (
     Needed(_ZERO_3[0], "DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param", ("param", "optim_state_key")),
+    Needed(_ZERO_3[0], "DeepSpeedZeroOptimizer_Stage3.set_local_hp_param", ("value", "param", "optim_state_key")),
     Needed(*_ZERO_3, uses=("fp16_groups",)),
     Needed("deepspeed.runtime.zero.partition_parameters", "Init", uses=("ds_tensor", "ds_numel", "ds_process_group")),
+    Needed("deepspeed.runtime.zero.partition_parameters", "Init", uses=("ds_secondary_tensor", "final_location")),
     Needed("deepspeed.utils.tensor_fragment", "tensor_fragment.get_hp_fragment", ("optim_state_key",)),
     Needed("deepspeed.utils.tensor_fragment", "tensor_fragment", ("lp_fragment_address",)),
     Needed("deepspeed.utils.tensor_fragment", "get_full_hp_param", uses=("_hp_mapping", "lp_fragment_address")),
@@ -311,6 +313,45 @@ def own_state_range(optimizer: Any, parameter: Any, kind: str | None) -> tuple[i
     if mapping is None:  # the parameter lies in the flat parts of other ranks
         return None
     return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind).detach()
+
+
+def fill_own_weight(parameter: Any, read: Callable[[int, int], Tensor]) -> bool:
+    """Stage 3: put `read(start, stop)`, elements `start` to `stop` of `parameter`, into this rank's partition of it.
+
+    Returns:
+        False where nothing was done: the partition is not all of it that this rank keeps, or lies on a disk.
+    """
+    require("deepspeed", SHARDS, "resuming under stage 3")
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    partition = parameter.ds_tensor
+    if parameter.ds_secondary_tensor is not None or partition.final_location == OffloadDeviceEnum.nvme:
+        return False
+    parameter.partition()  # whole values that were gathered before
+    start, stop = _range_of(parameter)
+    if start < stop:
+        partition.detach().view(-1)[: stop - start].copy_(read(start, stop))
+    return True
+
+
+def fill_own_state(optimizer: Any, parameter: Any, kind: str | None, read: Callable[[int, int], Tensor]) -> None:
+    """Put `read(start, stop)` into the state of `parameter` that this rank keeps, as `fill_own_weight` does.
+
+    Args:
+        kind: of the state; None: the float32 copy.
+    """
+    require("deepspeed", SHARDS, "resuming with ZeRO")
+    if not is_stage3(optimizer):
+        own = own_state_range(optimizer, parameter, kind)
+        if own is not None:
+            start, values = own
+            values.copy_(read(start, start + len(values)))
+        return
+    start, stop = _range_of(parameter)
+    values = torch.zeros(parameter.ds_tensor.ds_numel)  # with padding; DeepSpeed moves it to where the state lies
+    if start < stop:
+        values[: stop - start] = read(start, stop)
+    optimizer.set_local_hp_param(values, parameter, kind)
 
 
 def partition_count(optimizer: Any) -> int:

@@ -64,7 +64,7 @@ def check_same_adapters(lora: LoraArguments, checkpoint: Path) -> None:
         for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
         if abs(saved[key] - expected[key]) > 1e-9 * expected[key]
     ]
-    has_initial = INITIAL in read_header(checkpoint / ADAPTER_WEIGHTS)[1]
+    has_initial = INITIAL in read_header(checkpoint / ADAPTER_WEIGHTS).metadata
     if has_initial != kind.changes_base:
         there, here = ("pissa or olora" if has_initial else "another one"), kind.init
         differences.append(f"init_lora_weights {there} there, {here} in the command")
