@@ -84,6 +84,16 @@ def test_the_printed_command_resolves(capsys):
     row = lines[2].split()
     assert (run.dims.tensor, run.dims.pipeline, run.batch.total) == (int(row[0]), int(row[1].split("x")[0]), 32)
     assert float(row[7]) <= 5 * USABLE
+    assert lines[-2].endswith(f"the format {run.training.checkpoint_format} (4 processes, up to 1,000,000,000 weights)")
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [("gpt3-1.3B-en", "sharded (8 processes, more than"), ("gpt3-1.3B-en --checkpoint_format hf", "hf (--checkpoint")],
+)
+def test_the_format_of_checkpoints_is_printed(words, form, capsys):
+    assert main(["plan", "--global_batch_size", "8", "--model_name_or_path", *words.split()]) == 0
+    assert f"checkpoints are written in the format {form}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

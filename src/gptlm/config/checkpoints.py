@@ -20,14 +20,17 @@ def derive_checkpoint_format(parsed: Parsed, shape: Shape, dims: ParallelDims) -
     training = parsed[TrainingArguments]
     if training.checkpoint_format is not None:
         return
-    form, why = "hf", "one process"
-    if _trains_adapters(parsed):
-        why = "adapters"
-    elif dims.world > 1:
-        is_large = shape.weights > LARGE
-        form = "sharded" if is_large else "hf"
-        why = f"{dims.world} processes, {'more than' if is_large else 'up to'} {LARGE:,} weights"
+    form, why = ("hf", "adapters") if _trains_adapters(parsed) else default_format(shape, dims.world)
     parsed.put(replace(training, checkpoint_format=form), derived(why, recomputed=True))
+
+
+def default_format(shape: Shape, processes: int) -> tuple[str, str]:
+    """The form for a whole model where none is given, and why."""
+    if processes == 1:
+        return "hf", "one process"
+    is_large = shape.weights > LARGE
+    why = f"{processes} processes, {'more than' if is_large else 'up to'} {LARGE:,} weights"
+    return "sharded" if is_large else "hf", why
 
 
 def checkpoint_problems(parsed: Parsed) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 import shlex
 
+from gptlm.config.checkpoints import default_format
 from gptlm.errors import GptlmError
 from gptlm.parallel.dims import bubble_fraction
 from gptlm.planner.args import PlanJob, cluster_of, precision_of, sizes_of, words_of
@@ -31,6 +32,10 @@ def plan(job: PlanJob) -> Candidate:
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     print("memory is within about 15 % of what was measured; tokens/s are a rough model, good for an order")
+    form, why = default_format(job.run.shape, machine.cards)
+    if job.training.checkpoint_format is not None:
+        form, why = job.training.checkpoint_format, "--checkpoint_format"
+    print(f"checkpoints are written in the format {form} ({why})")
     print(command(job, found[0].layout))
     return found[0]
 
