@@ -47,12 +47,21 @@ def test_ctrl_c_while_libraries_clean_up(tmp_path):
     assert (code, error) == (130, "")
 
 
-def test_an_error_that_a_library_makes_of_the_signal_is_not_reported(monkeypatch, capsys):
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
+def test_an_error_that_a_library_makes_of_the_signal_is_not_reported(monkeypatch, capsys, number, says):
     class Rows(list):
         def __getitem__(self, place):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             return super().__getitem__(place)
 
     monkeypatch.setattr("gptlm.recipes.report.run.report", lambda arguments: torch.tensor(Rows([1, 2])))
-    assert main(["report", "out"]) == 143
-    assert capsys.readouterr().err == "gptlm report: ended by SIGTERM\n"
+    with pytest.raises(ValueError, match="could not determine the shape"):  # what torch makes of any error there
+        torch.tensor(Failing([1, 2]))
+    assert main(["report", "out"]) == 128 + number
+    assert capsys.readouterr().err == f"gptlm report: {says}\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Failing(list):
+    def __getitem__(self, place):
+        raise KeyboardInterrupt

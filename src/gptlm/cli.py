@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (ending := ending_in(error)) is not None:
             return _ended(name, ending)
         # torch replaces what is raised while it reads elements of a tensor; or the signal has ended another rank
+        if signals.was_interrupted:
+            return _ended(name, KeyboardInterrupt())
         if signals.received is not None and (signals.was_raised or is_lost_process(error)):
             return Terminated(signals.received).reported(name)
         return _failed(name, error)

@@ -49,13 +49,14 @@ class Handler:
         is_held: whether it is only noted for now.
         is_ending: the process ends already, and further signals have no effect.
         was_raised: Terminated was raised, which a library may have replaced by an error of its own.
+        was_interrupted: Ctrl-C has raised KeyboardInterrupt, which a library may have replaced, too.
         cut_files: notes files that become shorter while they are read.
     """
 
     def __init__(self, together: float) -> None:
         self.received: int | None = None
         self.cut_files = CutFiles()
-        self.is_held = self.is_ending = self.was_raised = False
+        self.is_held = self.is_ending = self.was_raised = self.was_interrupted = False
         self._first, self._together = 0.0, together
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -66,6 +67,11 @@ class Handler:
             return
         if is_second or not self.is_held:
             self.end()
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGINT: raises KeyboardInterrupt, as Python's own does."""
+        self.was_interrupted = True
+        raise KeyboardInterrupt
 
     def end(self) -> None:
         """Raises Terminated, once, if a signal was received."""
@@ -116,12 +122,16 @@ def ending_on_signals(*, is_launched: bool = False) -> Iterator[Handler]:
         for number, previous in before.items():
             if previous != signal.SIG_IGN:
                 signal.signal(number, handler)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, handler.interrupt)
         with handler.cut_files.catching():
             yield handler
     finally:
         handler.is_ending = True
         for number, previous in before.items():
             signal.signal(number, previous)
+        if signal.getsignal(signal.SIGINT) == handler.interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(wakeup)
         os.close(sink)  # ends the thread
 
@@ -151,6 +161,12 @@ def ending_in(error: BaseException | None) -> "KeyboardInterrupt | Terminated | 
     while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated, FileCutOff)):
         error = error.__cause__ or error.__context__
     return error
+
+
+def forget_interrupt() -> None:
+    """After KeyboardInterrupt was handled: the command goes on."""
+    if (handler := installed()) is not None:
+        handler.was_interrupted = False
 
 
 def installed() -> Handler | None:
@@ -218,6 +234,8 @@ def _reset_in_child() -> None:
         with suppress(ValueError):
             signal.signal(signal.SIGBUS, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGINT) == handler.interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             for number in NUMBERS:
                 if signal.getsignal(number) is handler:
                     signal.signal(number, signal.SIG_DFL)

@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from gptlm.conversion.verify import fixed_batch, logits_of_folder
+from gptlm.conversion.verify import fixed_batch
 from gptlm.errors import GptlmError
 from gptlm.model.build import load_model
+from gptlm.model.pretrained import load_pretrained
 from gptlm.model.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the log " * 20
@@ -64,9 +65,9 @@ def test_code_of_a_config_beside_a_tokenizer_is_not_run(folder):
 
 def test_code_of_a_model_is_not_run(folder):
     ids = fixed_batch(290, 16)
-    before = logits_of_folder(folder, ids)
+    before = load_pretrained(AutoModelForCausalLM, str(folder))(ids).logits
     change(folder / "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
-    assert (logits_of_folder(folder, ids) == before).all()
+    assert (load_pretrained(AutoModelForCausalLM, str(folder))(ids).logits == before).all()
     assert load_model(str(folder)).config.n_layer == 1
 
 

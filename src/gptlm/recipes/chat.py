@@ -16,6 +16,7 @@ from gptlm.inference.chat import ChatPrompts
 from gptlm.inference.decoding import Decoder
 from gptlm.inference.generation import Stream, stream_decoder
 from gptlm.recipes.predict import load, log_to, sampling_of, uses_graph
+from gptlm.signals import forget_interrupt
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def _answer(talk: "Talk", message: str, on_terminal: bool) -> None:
     except KeyboardInterrupt:
         if not on_terminal:
             raise
+        forget_interrupt()
         print(" [stopped]", flush=True)
     except GptlmError as error:
         if not on_terminal:
@@ -135,6 +137,7 @@ def _typed() -> Iterator[str]:
             print(flush=True)
             return
         except KeyboardInterrupt:
+            forget_interrupt()
             sys.stderr.write(f"\n{HELP}\n")
 
 
