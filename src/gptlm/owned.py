@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,19 +137,29 @@ def holds_run(folder: Path) -> bool:
     return any(entry.key is None for entry in listing(folder).values())
 
 
-def note(folder: Path, names: Iterable[str], command: str, key: str | None = None, staging: Path | None = None) -> None:
+def note(
+    folder: Path,
+    names: Iterable[str],
+    command: str,
+    key: str | None = None,
+    staging: Path | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
     """Add the files `names` in `folder` to its listing, with a `key` also their sizes.
 
     Files of a run are noted before they are written, so that those of an interrupted one count; a result afterwards.
 
     Args:
         staging: where the files are now, if they are moved to `folder` next.
+        sizes: of files that get their names next.
 
     Raises:
         OSError: if the listing cannot be written.
     """
     place = staging or folder
-    files = {name: (place / name).stat().st_size if key is not None else None for name in names}
+    files: dict[str, int | None] = dict(sizes) if sizes else {}
+    for name in () if sizes else names:
+        files[name] = (place / name).stat().st_size if key is not None else None
     _list_earlier(folder)
     _append(folder, {"command": command, "key": key, "files": files})
 
@@ -308,8 +318,9 @@ def _lines(folder: Path) -> list[dict[str, Any]] | None:
 
 def _append(folder: Path, content: dict[str, object]) -> None:
     with _opened(folder) as handle:
-        # on a line of its own, also after one that was cut off
-        os.write(handle, f"\n{json.dumps(content)}\n".encode())
+        rest = f"\n{json.dumps(content)}\n".encode()  # on a line of its own, also after one that was cut off
+        while rest:  # a disk that becomes full takes a part of it, and the next write fails
+            rest = rest[os.write(handle, rest) :]
         os.fsync(handle)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from gptlm import owned
 from gptlm.cli import main
 from gptlm.config.args.inference import DEFAULT_PROMPTS
 from gptlm.model.tokenizer import train_tokenizer
@@ -213,3 +215,18 @@ def test_a_terminal_shows_the_same_as_a_file(folder, tmp_path):
     texts = [json.loads(line)["continuation"] for line in (tmp_path / "o").read_text(encoding="utf-8").splitlines()]
     assert seen.decode().replace("\r\n", "\n") == "\n".join([*texts, ""])
     assert len(texts) == 2 and all(texts)
+
+
+def test_a_disk_that_is_full_at_the_line_of_the_listing_leaves_no_result(folder, capsys, tmp_path):
+    """Else the result would count as a file of others, and the same command would be refused."""
+    listing, output = tmp_path / owned.LISTING, tmp_path / "out.jsonl"
+    listing.write_text("\n" * 20_000)
+    words = ["--prompt", "the cat", "--output_file", output]
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_010, resource.RLIM_INFINITY))  # stands for the full disk
+        assert predict(folder, capsys, *words)[0] == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert [path.name for path in tmp_path.iterdir()] == [listing.name]
+    assert predict(folder, capsys, *words)[0] == 0 and owned.entry_of(tmp_path, output.name).command == "predict"
+    assert predict(folder, capsys, *words)[0] == 0  # the same command replaces it

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from gptlm.config.args.inference import DEFAULT_PROMPTS, STDIN, PredictArguments
-from gptlm.disk import replacing, write_failure
+from gptlm.disk import write_failure
 from gptlm.errors import GptlmError, doing
 from gptlm.inference.chat import ChatPrompts
 from gptlm.inference.generation import Stream, batch_decoder, check_rows, continue_rows, encode_prompts, text_of
@@ -27,7 +27,7 @@ from gptlm.model.templates import use_eos
 from gptlm.parallel.process_groups import Mesh
 from gptlm.quiet import quiet_transformers
 from gptlm.ranks import is_main_process
-from gptlm.recipes.common.command_results import Maker, check_files, maker, note_files
+from gptlm.recipes.common.command_results import Maker, check_files, maker, new_file
 from gptlm.recipes.common.device import (
     Device,
     choose_device,
@@ -259,9 +259,8 @@ def _write(path: Path, prompts: list[Prompt], texts: list[str], by: Maker) -> No
         if path.exists() and not path.is_file():  # a pipe, a terminal
             path.write_text(content, encoding="utf-8")
         else:
-            with replacing(path) as file:
+            with new_file(path, by) as file:
                 file.write(content.encode())
-            note_files([path], by)
     except OSError as error:
         raise GptlmError(f"cannot write {path}: {write_failure(error, path)}") from error
     logger.info("%d continuations written to %s", len(texts), path)

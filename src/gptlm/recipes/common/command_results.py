@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 from gptlm import owned
-from gptlm.disk import is_write_error, new_folders, sync_folder, sync_tree, write_failure
+from gptlm.disk import is_write_error, new_folders, replacing, sync_folder, sync_tree, write_failure
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.locks import locked
 from gptlm.recipes.common.output_folder import some_of
@@ -133,6 +133,20 @@ def note_files(files: Iterable[Path], by: Maker) -> None:
     for file in files:
         if file.is_file() and not file.is_symlink():
             owned.note(file.parent, [file.name], by.command, by.key)
+
+
+@contextmanager
+def new_file(path: Path, by: Maker) -> Iterator[BinaryIO]:
+    """A file that gets the name `path` at the end, when it is listed as a result of the command.
+
+    Raises:
+        OSError: if the file or the listing cannot be written; then `path` is as it was before.
+    """
+    with replacing(path) as file:
+        yield file
+        file.flush()
+        # before it has its name: a full disk must not leave a result that counts as a file of others
+        owned.note(path.parent, [path.name], by.command, by.key, sizes={path.name: os.fstat(file.fileno()).st_size})
 
 
 @contextmanager
