@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,11 @@ from transformers import TrainerCallback
 
 from gptlm import cli
 from gptlm.checkpoint import folder as checkpoint
+from gptlm.model.build import load_model
+from gptlm.model.tokenizer import train_tokenizer
 from gptlm.recipes.common import training
+from gptlm.recipes.common.model import make_model
+from tests.processes import start
 
 WORDS = (
     "--continue_training --max_seq_length 16 --max_steps 12 --save_steps 5 --logging_steps 4 --split 80,10,10 "
@@ -115,6 +120,21 @@ def test_a_due_evaluation_is_left_to_the_resumed_run(command):
     code, _, output = command(*EVALUATED, sender=Sender("on_step_end", 3))
     assert code == 143 and checkpoint.newest(output)[0].manifest.evaluation_is_due is True
     assert command(*EVALUATED)[0] == 0 and [step for step, _ in evaluations(output)] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_the_first_step_a_new_folder_is_removed(command, tmp_path, monkeypatch, number):
+    def interrupted(*arguments):
+        os.kill(os.getpid(), number)
+        return make_model(*arguments)
+
+    monkeypatch.setattr("gptlm.recipes.pretrain.run.make_model", interrupted)
+    (tmp_path / "there").mkdir()
+    for name in ("above/new", "there"):
+        code, error, output = command(name=name)
+        assert code == 128 + number and error.count("\n") == 1, error
+        assert output.exists() == (name == "there")
+    assert not (tmp_path / "above").exists() and not list((tmp_path / "there").iterdir())
 
 
 def test_without_saving(command):
@@ -253,3 +273,42 @@ def test_a_stopped_rank_ends_the_run_and_is_named(tiny_model, corpus_folder, tmp
     assert "rank 1 lets the others wait longer than 8 s and gives no sign of life after step " in printed, printed
     assert "--ddp_timeout" in printed and not (output / ".lock").exists()
     assert not any(rank.is_running() for rank in ranks.values())
+
+
+def signalled(words: list, number: int, log: Path, begun) -> tuple[int, str]:
+    """Send a signal to a command once `begun()`; returns the exit code and stderr, which is in `log`."""
+    with log.open("w") as file:
+        process = start([sys.executable, "-m", "gptlm", *words], stdout=subprocess.DEVNULL, stderr=file)
+    deadline = time.monotonic() + 200
+    while not begun():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    process.send_signal(number)
+    return process.wait(100), log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [(signal.SIGTERM, 143, "gptlm serve: ended by SIGTERM\n"), (signal.SIGINT, 0, "] - ended\n")],
+)
+def test_a_server_ends(tiny_model, tmp_path, number, code, says):
+    folder, log = tmp_path / "model", tmp_path / "log"
+    load_model(str(tiny_model)).save_pretrained(folder)
+    train_tokenizer(["the cat sat on the mat " * 20], 280).save_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "--model_name_or_path", folder, "--device", "cpu", "--port", port]
+    ended, error = signalled(words, number, log, lambda: "(Ctrl-C ends it)\n" in log.read_text())
+    assert ended == code and error.partition("ends it)\n")[2].count("\n") == 1 and error.endswith(says), error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("part", ["corpus.jsonl", "data", "model"])
+def test_a_demo_ends_in_any_of_its_commands(tmp_path, part, number):
+    words = ["demo", "--output_dir", tmp_path / "out", "--max_steps", 100_000]
+    code, error = signalled(words, number, tmp_path / "log", (tmp_path / "out" / part).exists)
+    says = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    assert code == 128 + number and error.splitlines()[-1].startswith(f"gptlm demo: {says}"), error
+    assert "Traceback" not in error
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert not [name for name in left if name.endswith((".lock", ".incomplete")) or name.startswith(".tokenizer-")]

@@ -14,6 +14,7 @@ from gptlm.checkpoint.task import LORA, PRETRAIN, name_of, own_folder, task_of
 from gptlm.config.parser import shown
 from gptlm.config.run import Run
 from gptlm.conversion.trainer_checkpoint import is_trainer_checkpoint
+from gptlm.disk import new_folders
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.locks import locked
 from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, shape_of_config
@@ -57,6 +58,8 @@ def check_output(flag: str, folder: Path) -> None:
 def lock_output(run: Run) -> Iterator[None]:
     """Lock `output_dir` against other runs. The lock of a killed process is released by the OS.
 
+    If the run ends by an error or a signal before it has written anything, a new folder is removed.
+
     Raises:
         GptlmError: if another run does.
     """
@@ -64,8 +67,7 @@ def lock_output(run: Run) -> Iterator[None]:
         yield
         return
     output_dir = Path(run.training.output_dir or "")
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
+    with new_folders(output_dir), ExitStack() as stack:
         try:
             stack.enter_context(locked(output_dir / ".lock"))
         except BlockingIOError:
