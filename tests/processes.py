@@ -266,18 +266,31 @@ def store_server() -> Iterator[str]:
         store.stdout.close()
 
 
+@contextmanager
+def started_ranks(
+    begin: Callable[..., "Forked | subprocess.Popen"], environment: dict, count: int
+) -> Iterator[list["Forked | subprocess.Popen"]]:
+    """`count` ranks by `begin(env=...)`; those that are left at the end are killed."""
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests"}
+    ranks: list[Forked | subprocess.Popen] = []
+    try:
+        for rank in range(count):
+            own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **common}
+            ranks.append(begin(env={name: str(value) for name, value in own.items()}))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(60)
+
+
 def run_ranks(
     begin: Callable[..., "Forked | subprocess.Popen"], environment: dict, count: int, timeout: float, grace: float
 ) -> int:
     """Start `count` ranks by `begin(env=...)`; returns 0, or 1 if one of them fails, which ends the others."""
     end = time.monotonic() + timeout
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests"}
-    ranks = []
-    try:
-        for rank in range(count):
-            own = {**environment, "RANK": rank, "LOCAL_RANK": rank, **common}
-            ranks.append(begin(env={name: str(value) for name, value in own.items()}))
+    with started_ranks(begin, environment, count) as ranks:
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
                 break
@@ -290,7 +303,3 @@ def run_ranks(
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < last:
             time.sleep(POLL_INTERVAL)
         return int(any(rank.poll() != 0 for rank in ranks))
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(60)
