@@ -3,11 +3,15 @@
 Several processes: test_sharding.py and test_layouts.py; single files and their index: tests/checkpoint/test_shards.py.
 """
 
+import io
 import json
 import resource
+import shutil
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from gptlm.checkpoint.checkpointer import Checkpointer
@@ -76,6 +80,41 @@ def test_commands_take_a_sharded_checkpoint(runs, tmp_path, capsys):
     said = capsys.readouterr().out
     assert main(["predict", "--model_name_or_path", str(tmp_path / "stock"), *words]) == 0
     assert said and capsys.readouterr().out == said
+
+
+def test_every_command_does_with_it_what_it_does_with_the_stock_folder(runs, tmp_path, monkeypatch, capsys):
+    """Evaluation, a conversation, fine-tuning, adapters on it and their merge."""
+    folder, _ = runs
+    models = {"sharded": tmp_path / "checkpoint", "stock": tmp_path / "stock"}
+    shutil.copytree(folder / "sharded" / "checkpoint-6", models["sharded"])
+    text = "the cat sat on the mat and the dog sat on the log "
+    train_tokenizer([text * 20], 300).save_pretrained(models["sharded"])
+    assert main(["convert", "--from", str(models["sharded"]), "--output", str(models["stock"])]) == 0
+    (tmp_path / "t.txt").write_text(text * 5)
+    (tmp_path / "d.jsonl").write_text('{"src": "the cat", "tgt": "sat on"}\n' * 2)
+    few = ["--dataset_name_or_path", tmp_path / "d.jsonl", "--max_steps", 1, "--disable_tqdm", "--report_to", "none"]
+    found: dict[str, list] = {}
+    for name, path in models.items():
+
+        def run(command, *words, name=name, path=path):
+            capsys.readouterr()
+            assert main([command, "--model_name_or_path", str(path), *map(str, words)]) == 0
+            return capsys.readouterr().out
+
+        measured = json.loads(run("evaluate", "--eval_path", tmp_path / "t.txt", "--device", "cpu", "--json"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\nthe dog\n")))
+        said = run("chat", "--chat_template", "plain", "--max_new_tokens", 4, "--device", "cpu")
+        tuned, adapters, merged = (tmp_path / f"{name}-{kind}" for kind in ("sft", "lora", "merged"))
+        run("sft", *few, "--device", "cpu", "--do_train", "--output_dir", tuned)
+        run("sft", *few, "--device", "cpu", "--do_train", "--output_dir", adapters, "--lora")
+        run("merge-lora", "--lora_path", adapters, "--output_path", merged)
+        losses = {key: value for key, value in measured.items() if isinstance(value, float) and "second" not in key}
+        found[name] = [losses, said, *(load_file(where / "model.safetensors") for where in (tuned, merged))]
+    for one, other in zip(*found.values(), strict=True):
+        if isinstance(one, dict) and "transformer.wte.weight" in one:
+            assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        else:
+            assert one == other and one
 
 
 class Full(TrainerCallback):
