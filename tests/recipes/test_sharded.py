@@ -101,7 +101,9 @@ def test_every_command_does_with_it_what_it_does_with_the_stock_folder(runs, tmp
             assert main([command, "--model_name_or_path", str(path), *map(str, words)]) == 0
             return capsys.readouterr().out
 
-        measured = json.loads(run("evaluate", "--eval_path", tmp_path / "t.txt", "--device", "cpu", "--json"))
+        measured = json.loads(
+            run("evaluate", "--task", "TEXT", "--eval_path", tmp_path / "t.txt", "--device", "cpu", "--json")
+        )
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\nthe dog\n")))
         said = run("chat", "--chat_template", "plain", "--max_new_tokens", 4, "--device", "cpu")
         tuned, adapters, merged = (tmp_path / f"{name}-{kind}" for kind in ("sft", "lora", "merged"))
