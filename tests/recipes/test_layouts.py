@@ -19,14 +19,14 @@ from gptlm.data.collate import documents_in
 from gptlm.model.build import load_model
 from tests.checkpoint.made import assert_same_tensors
 from tests.recipes.test_pretrain import reference_batches, reference_run
-from tests.recipes.test_sharding import NO_DROPOUT, launch, losses, norms, run_session
+from tests.recipes.test_sharding import NO_DROPOUT, NO_EVAL, ONLY_TRAINED, launch, losses, norms, run_session
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 BASE = (
     f"--max_seq_length 16 --max_steps {STEPS} --eval_iters 2 --logging_steps 1 --save_steps {SAVED} "
-    f"--eval_steps {SAVED} "
-    "--learning_rate 1e-2 --min_learning_rate 1e-3 --split 80,10,10 --warmup_steps 2 --weight_decay 0.1 --do_train "
-    "--do_eval --device cpu --disable_tqdm --report_to none --continue_training --global_batch_size 8"
+    f"--eval_steps {SAVED} --learning_rate 1e-2 --min_learning_rate 1e-3 --warmup_steps 2 --decay_steps 6 "
+    "--weight_decay 0.1 --split 80,10,10 --do_train --do_eval --device cpu --disable_tqdm --report_to none "
+    "--continue_training --global_batch_size 8"
 ).split()
 TP, PP = "--tensor_parallel_degree 2", "--pipeline_parallel_degree 2"
 ONE = "--per_device_train_batch_size 1"
@@ -48,11 +48,13 @@ FOUR = {  # of four
 }
 SHARDED = {"tp2 sp pp2 v2": "tp2 stage1", "tp2 stage3": "tp2 stage3", "pp2 stage1": "pp4"}  # what resumes from it
 MASKED = " --eod_mask_loss"
+QUIET, UNSAVED, TRAINED = " " + " ".join(NO_EVAL), " --save_strategy no", " " + " ".join(ONLY_TRAINED)
+HALF_OF_FOUR = {"tp2 pp2": UNSAVED, "tp2 stage1": QUIET, "tp2 stage2": TRAINED, "pp2 stage1": QUIET}
 MORE = {"tp4": f"--tensor_parallel_degree 4 {ONE}"}  # of four, slow
 HALF = " --bf16 --fp16_opt_level O2"
-HALF_OF_FOUR = ("tp2 pp2", "tp2 stage1", "tp2 stage2", "pp2 stage1")
 NORM = 0.02  # of bfloat16's norm; what is on several processes counted more than once would be more
 SCALE, WINDOW = 81920, 3  # no power of two
+HALVED = 6  # steps in which a scale that is too large is halved until it fits, and doubled again
 FLOAT16 = f" --fp16 --fp16_opt_level O2 --scale_loss {SCALE} --loss_scale_window {WINDOW}"
 
 
@@ -108,29 +110,28 @@ def two(words, steep, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     cases = [case(words, folder, name, more) for name, more in TWO.items()]
     cases += [case(words, folder, f"{name} bf16", f"{TWO[name]}{HALF}") for name in ("tp2 sp", "pp2 v2")]
-    cases.append(case(words, folder, "pp2 v2 master bf16", f"{TWO['pp2 v2']}{HALF} --amp_master_grad"))
-    cases.append(case(words, folder, "pp2 bf16 O1", f"{TWO['pp2']} --bf16"))
-    cases.append(case(words, folder, "tp2 bf16 O1", f"{TWO['tp2']} --bf16"))
+    cases.append(case(words, folder, "pp2 v2 master bf16", f"{TWO['pp2 v2']}{HALF} --amp_master_grad{TRAINED}"))
+    cases.append(case(words, folder, "pp2 bf16 O1", f"{TWO['pp2']} --bf16{UNSAVED}"))
+    cases.append(case(words, folder, "tp2 bf16 O1", f"{TWO['tp2']} --bf16{UNSAVED}"))
     for name in ("tp2 sp", "pp2 v2"):
         dropout = "--hidden_dropout_prob 0.2 --attention_probs_dropout_prob 0.2"
-        cases.append(case(words, folder, f"{name} dropout", f"{TWO[name]} {dropout}"))
+        cases.append(case(words, folder, f"{name} dropout", f"{TWO[name]} {dropout}{QUIET}"))
         start = folder / f"{name} dropout".replace(" ", "_") / f"checkpoint-{SAVED}"
-        cases.append(
-            case(words, folder, f"{name} dropout again", f"{TWO[name]} {dropout} --resume_from_checkpoint {start}")
-        )
+        more = f"{TWO[name]} {dropout} --resume_from_checkpoint {start}{TRAINED}"
+        cases.append(case(words, folder, f"{name} dropout again", more))
     for saved, resumed in (("tp2", "pp2"), ("pp2", "tp2 sp"), ("pp2 v2", "ddp"), ("ddp", "pp2 v2"), ("tp2", "tp2")):
         if saved == "ddp":
-            cases.append(case(words, folder, "ddp", "--per_device_train_batch_size 4"))
+            cases.append(case(words, folder, "ddp", f"--per_device_train_batch_size 4{QUIET}"))
         start = folder / saved.replace(" ", "_") / f"checkpoint-{SAVED}"
-        more = TWO.get(resumed, "--per_device_train_batch_size 4") + f" --resume_from_checkpoint {start}"
+        more = TWO.get(resumed, "--per_device_train_batch_size 4") + f" --resume_from_checkpoint {start}{TRAINED}"
         cases.append(case(words, folder, f"{saved} to {resumed}", more))
     for name in ("tp2", "pp2"):
-        more = f"{TWO[name]}{FLOAT16} --model_name_or_path {steep}"
+        more = f"{TWO[name]}{FLOAT16} --model_name_or_path {steep}{QUIET}"
         cases.append(case(words, folder, f"{name} overflow", more))
         start = folder / f"{name} overflow".replace(" ", "_") / f"checkpoint-{SAVED}"
         cases.append(case(words, folder, f"{name} overflow again", f"{more} --resume_from_checkpoint {start}"))
-        more = f"{TWO[name]} --fp16 --scale_loss {2**20} --loss_scale_window {WINDOW}"
-        cases.append(case(words, folder, f"{name} overflow O1", more))
+        more = f"{TWO[name]} --fp16 --scale_loss {2**20} --loss_scale_window {WINDOW}{QUIET}"
+        cases.append(case(words, folder, f"{name} overflow O1", f"{more} --max_steps {HALVED} --save_steps {HALVED}"))
     cases.append(case(words, folder, "only evaluated", f"{PP} --do_train 0 --model_name_or_path {folder}/tp2"))
     more = f"{PP} --virtual_pp_degree 2 {ONE} --do_train 0 --model_name_or_path {folder}/tp2"
     cases.append(case(words, folder, "evaluated one by one", f"{more} --per_device_eval_batch_size 1 --eval_iters 4"))
@@ -141,21 +142,24 @@ def two(words, steep, tmp_path_factory):
 def four(words, steep, corpus_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     cases = [case(words, folder, name, more) for name, more in FOUR.items()]
-    cases += [case(words, folder, f"{name} bf16", FOUR[name] + HALF) for name in HALF_OF_FOUR]
-    cases.append(case(words, folder, "pp2 stage1 master bf16", f"{FOUR['pp2 stage1']}{HALF} --amp_master_grad"))
-    more = f"{FOUR['tp2 pp2']}{FLOAT16} --model_name_or_path {steep}"
+    cases += [case(words, folder, f"{name} bf16", f"{FOUR[name]}{HALF}{more}") for name, more in HALF_OF_FOUR.items()]
+    more = f"{FOUR['pp2 stage1']}{HALF} --amp_master_grad{TRAINED}"
+    cases.append(case(words, folder, "pp2 stage1 master bf16", more))
+    more = f"{FOUR['tp2 pp2']}{FLOAT16} --model_name_or_path {steep}{QUIET}"
     cases.append(case(words, folder, "tp2 pp2 overflow", more))
     data = shutil.copytree(corpus_folder / "mmap", folder / "data")
     for name in ("pp4", "tp2 pp2"):
-        cases.append(case(words, folder, f"{name} masked", f"{FOUR[name]}{MASKED} --input_dir {data}"))
+        cases.append(case(words, folder, f"{name} masked", f"{FOUR[name]}{MASKED} --input_dir {data}{UNSAVED}"))
     start = folder / "tp2_pp2" / f"checkpoint-{SAVED}"
     for name in ("tp2 stage3", "tp2 pp2"):
-        cases.append(case(words, folder, f"tp2 pp2 to {name}", f"{FOUR[name]} --resume_from_checkpoint {start}"))
+        cases.append(
+            case(words, folder, f"tp2 pp2 to {name}", f"{FOUR[name]} --resume_from_checkpoint {start}{TRAINED}")
+        )
     for name, resumed in SHARDED.items():
-        more = "--checkpoint_format sharded --async_save"
+        more = f"--checkpoint_format sharded --async_save{QUIET}"
         cases.append(case(words, folder, f"{name} sharded", f"{FOUR[name]} {more}"))
         start = folder / f"{name} sharded".replace(" ", "_") / f"checkpoint-{SAVED}"
-        more = f"{FOUR[resumed]} --resume_from_checkpoint {start}"
+        more = f"{FOUR[resumed]} --resume_from_checkpoint {start}{TRAINED}"
         cases.append(case(words, folder, f"{name} sharded to {resumed}", more))
     return folder, run_session(4, cases, folder)
 
@@ -359,7 +363,7 @@ def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_f
     `c_attn` are v, the last 8 of them head 3.
     """
     wanted, overflows, scale = overflowing_run(steep, corpus_folder / "mmap")
-    assert [bool(step) for step in overflows] == [True] + 5 * [False] and scale == SCALE
+    assert [bool(step) for step in overflows] == [True] + (STEPS - 1) * [False] and scale == SCALE
     assert {name.removesuffix("weight").removesuffix("bias") for name, _ in overflows[0]} == {
         "transformer.h.0.attn.c_attn."
     }
@@ -370,9 +374,9 @@ def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_f
     for name in ("tp2 overflow", "pp2 overflow", "tp2 overflow again", "pp2 overflow again"):
         runs[name] = (2, two[0], two[1][name])
     for name, (processes, folder, run) in runs.items():
-        assert run["scale"] == processes * [{"value": scale, "good_steps": 5, "overflows_left": 1}], name
+        assert run["scale"] == processes * [{"value": scale, "good_steps": STEPS - 1, "overflows_left": 1}], name
         assert losses(run) == pytest.approx(wanted, abs=1e-3), name
-        assert read(folder / name.replace(" ", "_") / f"checkpoint-{STEPS}").manifest.optimizer_steps == 5, name
+        assert read(folder / name.replace(" ", "_") / f"checkpoint-{STEPS}").manifest.optimizer_steps == STEPS - 1, name
     for name in ("tp2", "pp2"):
         assert losses(two[1][f"{name} overflow again"]) == losses(two[1][f"{name} overflow"])
 
@@ -382,9 +386,9 @@ def test_an_overflow_on_one_rank_is_one_of_all(two, four, words, steep, corpus_f
 def test_overflows_of_autocast_are_those_of_all(two, wanted, name):
     """2^20 is too much, halved until the gradients fit, the same on both ranks; the first loss is what it is."""
     folder, run = two[0] / f"{name}_overflow_O1", two[1][f"{name} overflow O1"]
-    skipped = STEPS - read(folder / f"checkpoint-{STEPS}").manifest.optimizer_steps
-    good = STEPS - skipped
-    assert 1 <= skipped <= STEPS - WINDOW
+    skipped = HALVED - read(folder / f"checkpoint-{HALVED}").manifest.optimizer_steps
+    good = HALVED - skipped
+    assert 1 <= skipped <= HALVED - WINDOW
     state = {"value": 2**20 / 2**skipped * 2 ** (good // WINDOW), "good_steps": good, "overflows_left": 1}
     assert run["scale"] == [state, state]
     assert losses(run)[0] == pytest.approx(wanted[0][0], abs=1e-3) and all(map(math.isfinite, losses(run)))
