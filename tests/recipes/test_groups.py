@@ -13,7 +13,18 @@ from gptlm.commands.sft import parse_sft
 from gptlm.recipes.pretrain.run import pretrain
 from gptlm.recipes.sft.run import sft
 from tests.recipes import test_sft
-from tests.recipes.test_layouts import BASE, SAVED, STEPS, case, model, wanted, weights, words  # noqa: F401 - fixtures
+from tests.recipes.test_layouts import (  # noqa: F401 - fixtures
+    BASE,
+    QUIET,
+    SAVED,
+    STEPS,
+    TRAINED,
+    case,
+    model,
+    wanted,
+    weights,
+    words,
+)
 from tests.recipes.test_sft import examples  # noqa: F401 - a fixture
 from tests.recipes.test_sft import model as tuned_model  # noqa: F401 - a fixture
 from tests.recipes.test_sharding import TINY, launch, losses, norms, run_session
@@ -25,10 +36,10 @@ PAIRS = {f"stage{stage}": f"{ONE} --sharding stage{stage} --sharding_parallel_de
 FOUR = f"{ONE} --sharding stage2"
 HALF = " --fp16 --fp16_opt_level O2 --scale_loss 1024 --loss_scale_window 100"
 RESUMED = {  # the run and the step of a checkpoint, and the words that go on from it
-    "stage1 to four": ("stage1", SAVED, f"{FOUR} --save_steps 1"),
-    "four to stage3": ("stage1 to four", SAVED + 1, PAIRS["stage3"]),
-    "stage2 to stage1": ("stage2", SAVED, PAIRS["stage1"]),
-    "stage3 to stage3": ("stage3", SAVED, PAIRS["stage3"]),
+    "stage1 to four": ("stage1", SAVED, f"{FOUR} --save_steps 1{QUIET}"),
+    "four to stage3": ("stage1 to four", SAVED + 1, PAIRS["stage3"] + TRAINED),
+    "stage2 to stage1": ("stage2", SAVED, PAIRS["stage1"] + TRAINED),
+    "stage3 to stage3": ("stage3", SAVED, PAIRS["stage3"] + TRAINED),
 }
 TUNED = {"whole": "--sharding stage2", "lora": "--sharding stage3 --lora"}
 
@@ -42,8 +53,8 @@ def tuning(model, examples, *more):  # noqa: F811
 def session(words, tuned_model, examples, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("pairs")
     cases = [case(words, folder, name, more) for name, more in PAIRS.items()]
-    cases.append(case(words, folder, "four one overflow", FOUR + HALF))
-    cases += [case(words, folder, f"{name} one overflow", more + HALF) for name, more in PAIRS.items()]
+    cases.append(case(words, folder, "four one overflow", FOUR + HALF + TRAINED))
+    cases += [case(words, folder, f"{name} one overflow", more + HALF + TRAINED) for name, more in PAIRS.items()]
     for name, (saved, step, more) in RESUMED.items():
         start = folder / saved.replace(" ", "_") / f"checkpoint-{step}"
         cases.append(case(words, folder, name, f"{more} --resume_from_checkpoint {start}"))
