@@ -45,6 +45,7 @@ TRAINER_FILES = ("training/trainer.py", "training/loop.py")
 OWN_METHODS = {
     "output_loss",
     "output_scores",
+    "gather_hidden",
     "forward",
     "core_context",
     "names_of_group",

@@ -17,26 +17,24 @@ from gptlm.config.fine_tuning import (
     derive_lengths,
     find_start,
     fine_tuning_problems,
+    fine_tuning_refusals,
     take_trained,
 )
 from gptlm.config.model_size import drop_tokenizer_class
 from gptlm.config.parser import Vocabulary, parse
 from gptlm.config.problem import Problem
 from gptlm.config.run import SftRun, refusals_of, resolve, tried
-from gptlm.config.validate import fine_tuning_refusals
 
-REPLICAS = "fine-tuning is data-parallel only; --sharding stage3 is for models that do not fit on one GPU"
+NO_PIPELINE = "fine-tuning has no pipelines; --tensor_parallel_degree or --sharding stage3 split a model"
 FIXED = {  # arguments of training that fine-tuning leaves no choice in
     "continue_training": "always on, fine-tuning starts from a model's weights",
     "do_predict": "no effect, fine-tuning data has no test split",
     "initializer_range": "no effect, the weights are loaded",
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), "the model's"),
     "max_position_embeddings": "the model's",
-    "auto_parallel": REPLICAS,
-    "auto_parallel_memory": REPLICAS,
-    **dict.fromkeys(("tensor_parallel_degree", "pipeline_parallel_degree"), f"1, {REPLICAS}"),
-    **dict.fromkeys(("virtual_pp_degree", "sequence_parallel"), REPLICAS),
-    **dict.fromkeys(("tensor_parallel_config", "pipeline_parallel_config"), REPLICAS),
+    **dict.fromkeys(("auto_parallel", "auto_parallel_memory"), "refused, it chooses layouts of pretraining"),
+    **dict.fromkeys(("pipeline_parallel_degree", "virtual_pp_degree"), f"1, {NO_PIPELINE}"),
+    "pipeline_parallel_config": NO_PIPELINE,
 }
 SFT = Vocabulary(
     groups=(ModelArguments, SftArguments, LoraArguments, ParallelArguments, TrainingArguments, HubArguments),
@@ -111,6 +109,6 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         sources=parsed.sources,
         typed=parsed.typed,
         notes=tuple(parsed.notes),
-        refusals=refusals_of(parsed, fine_tuning_refusals(found.dims)),
+        refusals=refusals_of(parsed, fine_tuning_refusals(parsed, found.dims)),
         missing=tuple(parsed.missing),
     )

@@ -140,8 +140,15 @@ def adapter_problems(parsed: Parsed, shape: Shape | None) -> Iterator[Problem]:
         return  # each field's check says it
     yield from _quantization_problems(parsed, lora)
     yield from _pattern_problems(lora, layers, width)
+    flags, degree = whole_weight_flags(lora), parsed[ParallelArguments].tensor_parallel_degree
     if "stage3" in parsed[ParallelArguments].sharding:
-        yield from (Problem(flag, STAGE3) for flag in whole_weight_flags(lora))
+        yield from (Problem(flag, STAGE3) for flag in flags)
+    elif degree > 1:
+        text = (
+            f"does not work with {named('tensor_parallel_degree')} {degree}, which splits the weights; use "
+            f"{named('sharding')} stage2 with {named('tensor_parallel_degree')} 1"
+        )
+        yield from (Problem(flag, text) for flag in flags)
 
 
 def _quantization_problems(parsed: Parsed, lora: LoraArguments) -> Iterator[Problem]:
@@ -159,7 +166,11 @@ def _quantization_problems(parsed: Parsed, lora: LoraArguments) -> Iterator[Prob
             "and adapters are small; leave it out",
         )
     if parallel.tensor_parallel_degree > 1 or parallel.pipeline_parallel_degree > 1:
-        yield Problem(flag, "does not work with tensor or pipeline parallelism")
+        yield Problem(
+            flag,
+            f"does not work with {named('tensor_parallel_degree')}: quantized matrices cannot be split; leave one of "
+            "them out",
+        )
     if lora.lora and lora.kind.changes_base:
         yield Problem(
             "init_lora_weights",

@@ -15,6 +15,7 @@ from gptlm.errors import GptlmError, UsageError, named
 from gptlm.json_text import parse_json
 from gptlm.model.adapter_files import is_adapter, read_adapter_config
 from gptlm.model.files import has_weights
+from gptlm.parallel.dims import ParallelDims
 
 RUN_FILE = "run.json"
 MANIFEST = "manifest.json"  # only whole checkpoints have one
@@ -154,11 +155,49 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
     yield from adapter_problems(parsed, source.shape if source else None)
     if parsed[ParallelArguments].auto_parallel:
         yield Problem(
-            "auto_parallel", "chooses layouts of pretraining; fine-tuning is data-parallel only, leave it out"
+            "auto_parallel",
+            f"chooses layouts of pretraining; leave it out and give {named('tensor_parallel_degree')} or "
+            f"{named('sharding')}",
         )
+    yield from _sequence_problems(parsed, data)
     yield from _data_problems(data)
     yield from _paddle_compat_problems(parsed, data)
     yield from _metric_problems(training, data)
+
+
+def fine_tuning_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
+    """Fine-tuning runs that are sensible but not implemented."""
+    data = parsed[SftArguments]
+    tensor, pipeline = named("tensor_parallel_degree"), named("pipeline_parallel_degree")
+    if dims.pipeline > 1:
+        split = dims.tensor * dims.pipeline
+        yield Problem(
+            "pipeline_parallel_degree",
+            f"{dims.pipeline}: stages exchange batches of one length, those of fine-tuning differ; use {tensor} "
+            f"{split} with {pipeline} 1, or {named('sharding')} stage3",
+        )
+    if dims.tensor > 1 and data.zero_padding:
+        yield Problem("zero_padding", f"does not work with {tensor} {dims.tensor}; leave it out")
+
+
+def _sequence_problems(parsed: Parsed, data: SftArguments) -> Iterator[Problem]:
+    """Whether sequences can be split among the processes of a tensor-parallel group."""
+    parallel = parsed[ParallelArguments]
+    degree = max(parallel.tensor_parallel_degree, 1)
+    if not parallel.sequence_parallel or degree == 1:
+        return
+    if data.max_length and data.max_length % degree:
+        yield Problem(
+            "max_length",
+            f"{data.max_length} is not a multiple of {named('tensor_parallel_degree')} ({degree}), which "
+            f"{named('sequence_parallel')} needs; give {named('max_length')} {data.max_length // degree * degree}",
+        )
+    if data.paddle_compat:
+        yield Problem(
+            "sequence_parallel",
+            f"pads sequences to a multiple of {degree}; with {named('paddle_compat')} padding is attended to, so more "
+            "of it changes the results; leave one of them out",
+        )
 
 
 def _data_problems(data: SftArguments) -> Iterator[Problem]:

@@ -99,16 +99,6 @@ def _pretraining_data(parsed: Parsed, printing: bool) -> Iterator[Problem]:
             parsed.note(f"{named(name)} has no effect: token files are encoded already")
 
 
-def fine_tuning_refusals(dims: ParallelDims) -> Iterator[Problem]:
-    """Fine-tuning runs that are sensible but not implemented."""
-    if dims.is_model_parallel:
-        yield Problem(
-            "tensor_parallel_degree",
-            f"{dims.tensor} and {named('pipeline_parallel_degree')} {dims.pipeline}: fine-tuning is data-parallel "
-            f"only; use {named('sharding')} stage3 for models that do not fit on one GPU",
-        )
-
-
 def missing_folder(parsed: Parsed, name: str, what: str, printing: bool) -> Iterator[Problem]:
     """A folder that is not given; --print_config shows the run all the same."""
     problem = Problem(name, f"is missing: {what}")

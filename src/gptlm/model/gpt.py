@@ -330,6 +330,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         self.lm_head = OutputLayer(config.n_embd, config.vocab_size, bias=False)
         self.output_loss = summed_loss  # (hidden, head weight, targets) -> sum; replaced where the head is sharded
         self.output_scores = token_scores  # the same for evaluation, token by token
+        # Sequence parallelism: a process's part of the hidden states -> those of whole sequences
+        self.gather_hidden: Callable[[Tensor], Tensor] | None = None
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

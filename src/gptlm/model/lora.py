@@ -29,6 +29,8 @@ from gptlm.model.pretrained import load_pretrained
 from gptlm.model.quantization import known_to_peft
 from gptlm.model.safetensors_io import LazyTensors, read_header, save_tensors
 from gptlm.model.shards import model_tensors
+from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import local_shard
 from gptlm.quiet import warnings_ignored
 from gptlm.upstream.peft import keep_trained_rows
 
@@ -134,8 +136,11 @@ def file_name(parameter: str) -> str:
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, folder: Path) -> None:
+def load_adapters(model: nn.Module, folder: Path, mesh: Mesh | None = None) -> None:
     """Load the adapters in `folder` into the trainable parameters of `model`.
+
+    Args:
+        mesh: which share of each tensor is this process's; None: all of it.
 
     Raises:
         GptlmError: if one is missing or of another shape.
@@ -144,7 +149,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        value = stored.get(name)
+        value = local_shard(mesh, name, stored.get(name))
         if value.shape != parameter.shape:
             raise GptlmError(
                 f"the adapters in {folder} are of another rank or model: {file_name(name)} is {tuple(value.shape)}, "

@@ -59,15 +59,18 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:  # type: ignore[override]
         ctx.group = group
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen layer needs no `x`
         return F.linear(_all_gather(x, group), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        of_x = _reduce_scatter(gradient @ weight, ctx.group)
+        if x is None:
+            return of_x, None, None, None
         rows = gradient.flatten(0, 1)
         of_weight = _gathered_weight_gradient(rows, x, ctx.group.group_name)
-        return _reduce_scatter(gradient @ weight, ctx.group), of_weight, rows.sum(0), None
+        return of_x, of_weight, rows.sum(0), None
 
 
 def copy_to_group(x: Tensor, group: Any) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gptlm.parallel.collectives import gather_sequence
 from gptlm.parallel.process_groups import Mesh
 from gptlm.parallel.sharding import EMBEDDING, OUTPUT, shard, split_of, stage_layers, vocab_range
 from gptlm.parallel.tensor import (
@@ -104,7 +105,8 @@ def _share(name: str, module: Any, mesh: Mesh, sequence: bool) -> nn.Module:
     group = mesh.tensor_group
     if isinstance(module, nn.Linear):
         kind = RowLinear if name.endswith(".c_proj") else ColumnLinear
-        return kind(values["weight"], values["bias"], group, sequence)
+        whole = module.in_features, module.out_features
+        return kind(values["weight"], values["bias"], *whole, group, sequence)
     if isinstance(module, nn.LayerNorm):
         return SequenceLayerNorm(values["weight"], values["bias"], module.eps, group) if sequence else module
     if name + ".weight" == EMBEDDING:
@@ -142,11 +144,18 @@ def _connect(model: Any, mesh: Mesh, loss: Any, sequence: bool, device: torch.de
         first = vocab_range(mesh.tensor_rank, mesh.dims.tensor, model.config.vocab_size).start
         model.output_loss = VocabularyLoss(loss, mesh.tensor_group, sequence, first)
         model.output_scores = VocabularyScores(model.output_scores, mesh.tensor_group, first)
+        if sequence:
+            model.gather_hidden = partial(gather_sequence, group=mesh.tensor_group)
         for module in model.modules():
             if hasattr(module, "core_context"):
                 module.heads //= mesh.dims.tensor
                 module.core_context = partial(own_random_numbers, mesh.tensor_rank, device)
     for name, parameter in model.named_parameters():
-        is_copy = name == OUTPUT and not mesh.is_first_stage  # the embedding counts on the first stage
-        counts = (bool(split_of(name)) or mesh.tensor_rank == 0) and not is_copy
-        parameter.model_parallel = parameter.tensor_model_parallel = counts  # DeepSpeed and `FlatGradSync` read them
+        mark_counted(name, parameter, mesh)
+
+
+def mark_counted(name: str, parameter: Any, mesh: Mesh) -> None:
+    """Note whether `parameter` counts for the gradient norm: of what several processes hold alike, one copy does."""
+    is_copy = name == OUTPUT and not mesh.is_first_stage  # the embedding counts on the first stage
+    counts = (bool(split_of(name)) or mesh.tensor_rank == 0) and not is_copy
+    parameter.model_parallel = parameter.tensor_model_parallel = counts  # DeepSpeed and `FlatGradSync` read them

@@ -5,6 +5,8 @@ attn.c_attn                              heads: the same share of q, k and v
 attn.c_proj, mlp.c_proj, their weight    columns
 everything else                          not split
 
+LoRA adapters are split like their layer: B of the first two by rows or heads, A of the third by columns.
+
 If the vocabulary does not divide, the first processes have one row more than the others. Heads and widths must divide.
 """
 
@@ -19,16 +21,28 @@ from gptlm.parallel.process_groups import Mesh
 
 EMBEDDING = "transformer.wte.weight"
 Box = tuple[int, int, int, int]
+PEFT_MODEL = "base_model.model."  # before the names of a network with adapters
 OUTPUT = "lm_head.weight"  # the copy of the embedding on the last of several pipeline stages
 
 
 def split_of(name: str) -> str:
     """How a parameter is split: "rows", "heads", "columns" or "" (not)."""
-    if name in (EMBEDDING, OUTPUT) or ".mlp.c_fc." in name:
+    if _is_embedding(name):
         return "rows"
-    if ".attn.c_attn." in name:
-        return "heads"
-    return "columns" if name.endswith(".c_proj.weight") else ""
+    layer, adapter, _ = name.partition(".lora_")
+    is_a = adapter and ".lora_A." in name
+    if ".c_proj" in layer:
+        return "columns" if is_a or (not adapter and layer.endswith(".weight")) else ""
+    if is_a:
+        return ""
+    if ".mlp.c_fc" in layer:
+        return "rows"
+    return "heads" if ".attn.c_attn" in layer else ""
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether it is the token embedding or its copy, whose shards may differ by one row."""
+    return name.removeprefix(PEFT_MODEL) in (EMBEDDING, OUTPUT)
 
 
 def shard(name: str, tensor: Tensor, rank: int, degree: int) -> Tensor:
@@ -93,7 +107,7 @@ def full_shape(mesh: Mesh | None, name: str, shape: Sequence[int], vocabulary: i
         return list(shape)
     if kind == "columns":
         return [shape[0], shape[1] * mesh.dims.tensor]
-    return [vocabulary if name in (EMBEDDING, OUTPUT) else shape[0] * mesh.dims.tensor, *shape[1:]]
+    return [vocabulary if _is_embedding(name) else shape[0] * mesh.dims.tensor, *shape[1:]]
 
 
 def own_boxes(mesh: Mesh | None, name: str, full: Sequence[int]) -> tuple[tuple[int, ...], list[Box]]:
@@ -166,7 +180,7 @@ def _all_gather(mesh: Mesh, name: str, share: Tensor) -> Tensor:
         share = share.cuda()
     name = name.partition("|")[0]
     rows = [share.shape[0]] * mesh.dims.tensor
-    if name in (EMBEDDING, OUTPUT):  # shards may differ by one row
+    if _is_embedding(name):
         dist.all_gather_object(rows, share.shape[0], group=mesh.tensor_group)
         share = torch.cat((share, share.new_zeros(max(rows) - share.shape[0], *share.shape[1:])))
     parts = [torch.empty_like(share) for _ in rows]

@@ -26,17 +26,25 @@ from gptlm.parallel.sharding import vocab_range
 from gptlm.upstream.torch import all_gather_into
 
 
-class ColumnLinear(nn.Module):
-    """A Linear whose outputs are split: (B, T, in) or, with `sequence`, (B, T / n, in) -> (B, T, out / n).
+class SplitLinear(nn.Linear):
+    """This process's part of a Linear.
 
     Args:
-        weight: (out / n, in); `bias`: (out / n,).
+        weight, bias: the part.
+        inputs, outputs: features of the whole layer, which PEFT makes adapters for.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, group: Any, sequence: bool):
-        super().__init__()
+    def __init__(self, weight: Tensor, bias: Tensor, inputs: int, outputs: int, group: Any, sequence: bool):
+        super().__init__(inputs, outputs, device="meta")
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
         self.group, self.sequence = group, sequence
+
+
+class ColumnLinear(SplitLinear):
+    """A Linear whose outputs are split: (B, T, in) or, with `sequence`, (B, T / n, in) -> (B, T, out / n).
+
+    weight: (out / n, in); bias: (out / n,).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence:
@@ -44,17 +52,11 @@ class ColumnLinear(nn.Module):
         return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
-class RowLinear(nn.Module):
+class RowLinear(SplitLinear):
     """A Linear whose inputs are split: (B, T, in / n) -> (B, T, out) or, with `sequence`, (B, T / n, out).
 
-    Args:
-        weight: (out, in / n); `bias`: (out,), the same everywhere, added after the reduction.
+    weight: (out, in / n); bias: (out,), the same everywhere, added after the reduction.
     """
-
-    def __init__(self, weight: Tensor, bias: Tensor, group: Any, sequence: bool):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-        self.group, self.sequence = group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.weight)
@@ -102,10 +104,11 @@ class SequencePositions(nn.Module):
     def __init__(self, weight: Tensor, group: Any):
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.group = group
+        self.group, self.sequence = group, True
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(local_part(positions, self.group, 1), copy_to_group(self.weight, self.group))
+        own = local_part(positions, self.group, 1) if self.sequence else positions
+        return F.embedding(own, copy_to_group(self.weight, self.group))
 
 
 class VocabularyLoss:
@@ -171,6 +174,20 @@ class VocabularyLogits(nn.Module):
         sizes = [len(vocab_range(rank, processes, self.vocabulary)) for rank in range(processes)]
         rows = [part[:, :size] for part, size in zip(parts.chunk(processes), sizes, strict=True)]
         return torch.cat(rows, -1).view(*x.shape[:-1], self.vocabulary)
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes without sequence parallelism and without gradients, for sequences of any length."""
+    split: list[Any] = [module for module in model.modules() if getattr(module, "sequence", False)]
+    for module in split:
+        module.sequence = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in split:
+            module.sequence = True
 
 
 @contextmanager

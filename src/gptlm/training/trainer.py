@@ -276,6 +276,11 @@ class GPTTrainer(Trainer):
         return self.mesh.dims.data if self.mesh else self.args.world_size
 
     @property
+    def replica(self) -> int:
+        """The one that this process belongs to."""
+        return self.mesh.data_rank if self.mesh else self.args.process_index
+
+    @property
     def samples_per_step(self) -> int:
         """The global batch."""
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.replicas
@@ -342,7 +347,7 @@ class GPTTrainer(Trainer):
             batch_size=size,
             batches=batches,
             done=done,
-            replica=self.mesh.data_rank if self.mesh else self.args.process_index,
+            replica=self.replica,
             replicas=self.replicas,
         )
         return DataLoader(

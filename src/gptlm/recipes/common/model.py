@@ -10,17 +10,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GPT2Config, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, GPT2Config, PreTrainedTokenizerBase, set_seed
 
 from gptlm.checkpoint.folder import Checkpoint
 from gptlm.config.run import PretrainRun, Run
 from gptlm.data.corpora import Corpus, id_range_of
-from gptlm.errors import GptlmError, doing
+from gptlm.errors import GptlmError, doing, named
 from gptlm.kernels.linear_cross_entropy import linear_cross_entropy
 from gptlm.model.build import StoredWeights, blank_model, load_model, loaded_config, new_config, new_model
+from gptlm.model.files import GENERATION_CONFIG
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.model.hub import hub_folder
 from gptlm.model.presets import GPT2_HUB_ID, PRESETS
+from gptlm.model.pretrained import load_pretrained
 from gptlm.model.tokenizer import fingerprint, fit_to_model, load_tokenizer
 from gptlm.parallel.deepspeed import build_zero3_model
 from gptlm.parallel.parallelize import parallelize
@@ -101,6 +103,10 @@ def make_model(
             model = _parallel_model(run, config, partial(_fill, stored), mesh)
         else:
             model = build_zero3_model(lambda: blank_model(config), partial(_fill, stored), deepspeed or {}, groups)
+        if stored is not None:
+            model.name_or_path = stored.source
+            if (Path(stored.source) / GENERATION_CONFIG).is_file():
+                model.generation_config = load_pretrained(GenerationConfig, stored.source)
     elif run.model.continue_training:
         model = load_model(
             weights_folder(run),
@@ -123,6 +129,11 @@ def make_model(
 
 
 def _parallel_model(run: Run, config: GPT2Config, fill: Callable[[Any, str, nn.Module], None], mesh: Mesh) -> Any:
+    if not config.tie_word_embeddings:
+        raise GptlmError(
+            f"{run.source.weights} has an output layer of its own (tie_word_embeddings is false), which is not split "
+            f"over processes; use {named('sharding')} stage3 with {named('tensor_parallel_degree')} 1"
+        )
     with torch.device("meta"):
         model = blank_model(config)
     return parallelize(
@@ -131,9 +142,19 @@ def _parallel_model(run: Run, config: GPT2Config, fill: Callable[[Any, str, nn.M
         fill,
         linear_cross_entropy,
         chunks=run.parallel.virtual_pp_degree if run.dims.pipeline > 1 else 1,
-        sequence=run.parallel.sequence_parallel and run.dims.tensor > 1,
-        device=torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None,
+        sequence=is_sequence_parallel(run),
+        device=generator_device(),
     )
+
+
+def is_sequence_parallel(run: Run) -> bool:
+    """Whether activations are split along the sequence."""
+    return run.parallel.sequence_parallel and run.dims.tensor > 1
+
+
+def generator_device() -> torch.device | None:
+    """Whose generator draws the dropout of split layers; None: the CPU's."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
 
 
 def weights_folder(run: Run) -> str:

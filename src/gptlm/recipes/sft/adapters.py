@@ -8,6 +8,7 @@ import torch
 
 from gptlm.config.adapters import STAGE3, whole_weight_flags
 from gptlm.config.args.sft import LoraArguments
+from gptlm.config.run import SftRun
 from gptlm.errors import GptlmError, UsageError, named
 from gptlm.model.adapter_files import read_adapter_config
 from gptlm.model.adapter_initial import INITIAL
@@ -25,6 +26,17 @@ def check_stage(lora: LoraArguments, stage: int) -> None:
     flags = whole_weight_flags(lora)
     if stage == 3 and flags:
         raise UsageError(f"{named(flags[0])} {STAGE3}")
+
+
+def check_split(run: SftRun, new_tokens: list[int]) -> None:
+    """Raises UsageError if rows of the embedding are trained beside adapters, and the embedding is split."""
+    degree = run.dims.tensor
+    if run.lora.lora and new_tokens and degree > 1:
+        raise UsageError(
+            f"{named('tensor_parallel_degree')} {degree} with {named('lora')}: {len(new_tokens)} tokens are added to "
+            f"the vocabulary, and adapters cannot hold rows of a split embedding; use {named('sharding')} stage2 with "
+            f"{named('tensor_parallel_degree')} 1, or leave {named('lora')} out"
+        )
 
 
 def check_package(lora: LoraArguments) -> None:

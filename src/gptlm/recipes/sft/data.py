@@ -178,6 +178,8 @@ def collator(run: SftRun, tokenizer: PreTrainedTokenizerBase, device: str) -> Ro
     if run.data.zero_padding:
         return PackCollator(pad, run.data.max_length or 0)
     multiple = run.data.pad_to_multiple_of or (GPU_MULTIPLE if device == "cuda" else 1)
+    if run.parallel.sequence_parallel:  # each process has an equal part of a sequence
+        multiple = math.lcm(multiple, run.dims.tensor)
     return RowCollator(pad, multiple, run.data.max_length, pad_left=run.data.paddle_compat)
 
 
@@ -205,7 +207,7 @@ def continuation(run: SftRun, data: SftData, tokenizer: PreTrainedTokenizerBase)
             rows,
             batch_size=run.training.per_device_eval_batch_size,
             max_new_tokens=min(longest, positions - max(map(len, prompts))) if sharded else longest,
-            graph=run.training.cuda_graphs is not False,
+            graph=run.training.cuda_graphs is not False and not run.dims.is_model_parallel,  # processes communicate
             sharded=sharded,
         )
         return [text_of(tokenizer, ids) for ids in new]

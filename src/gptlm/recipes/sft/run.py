@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,40 @@ from gptlm.data.epochs import BEGIN, Epochs, Position, steps_in, steps_left
 from gptlm.data.templates import plain_template
 from gptlm.errors import GptlmError
 from gptlm.model.files import shape_of_config
-from gptlm.model.lora import add_adapters, check_base, fingerprint_of, load_adapters, resize_call, warn_if_other_base
+from gptlm.model.lora import (
+    ADAPTER,
+    add_adapters,
+    check_base,
+    fingerprint_of,
+    load_adapters,
+    resize_call,
+    warn_if_other_base,
+)
 from gptlm.model.tokenizer import fit_to_model
+from gptlm.parallel.adapters import split_adapters
+from gptlm.parallel.process_groups import Mesh
+from gptlm.parallel.sharding import full_shape
 from gptlm.parallel.zero_config import stage_of
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.acceleration import accelerate
 from gptlm.recipes.common.device import Device, close_process_group
 from gptlm.recipes.common.hooks import NO_HOOKS, Hooks
-from gptlm.recipes.common.model import make_model, weights_folder
+from gptlm.recipes.common.model import generator_device, is_sequence_parallel, make_model, weights_folder
 from gptlm.recipes.common.output_folder import MERGED
 from gptlm.recipes.common.peers import Peers, find_peers
 from gptlm.recipes.common.restart import continued
 from gptlm.recipes.common.resume import check_output, check_shape, is_same_order, lock_output
-from gptlm.recipes.common.training import build_trainer, check_run, evaluate, finish, log_run, start_job, train
+from gptlm.recipes.common.training import Job, build_trainer, check_run, evaluate, finish, log_run, start_job, train
 from gptlm.recipes.common.updates import stock_schedule
 from gptlm.recipes.merge_lora import merge_beside
-from gptlm.recipes.sft.adapters import check_package, check_same_adapters, check_stage, obstacle_of, quantize_matrices
+from gptlm.recipes.sft.adapters import (
+    check_package,
+    check_same_adapters,
+    check_split,
+    check_stage,
+    obstacle_of,
+    quantize_matrices,
+)
 from gptlm.recipes.sft.data import (
     SftData,
     collator,
@@ -68,6 +87,7 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
             check_tokenizer(resume.path, tokenizer)
         elif run.lora.lora_path:
             check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
+        check_split(run, new_tokens)
         entries = max(run.shape.vocab_size, len(tokenizer))  # an embedding for every entry of the tokenizer
         run = replace(run, shape=replace(run.shape, vocab_size=entries))
         if resume is not None and not run.lora.lora:
@@ -123,7 +143,7 @@ def _run(
     )
     if run.lora.lora:
         quantize_matrices(run.lora, model, device)
-        model = _with_adapters(run, model, new_tokens, device, resume)
+        model = _with_adapters(run, model, new_tokens, device, job)
         if resume is None and run.lora.lora_path:
             warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
@@ -189,8 +209,8 @@ def _epochs(run: SftRun, data: SftData, done: int, position: Position) -> Epochs
     )
 
 
-def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Device, resume: Checkpoint | None) -> Any:
-    lora, kind = run.lora, run.lora.kind
+def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Device, job: Job) -> Any:
+    lora, kind, resume = run.lora, run.lora.kind, job.resume
     set_seed(run.training.seed)  # the same adapters, however the model was filled
     adapted = add_adapters(
         model,
@@ -205,17 +225,26 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Devic
         bits=lora.bits,
         initial=resume.path if resume is not None and kind.changes_base else None,
     )
+    if job.mesh is not None:
+        split_adapters(adapted, job.mesh, ADAPTER, sequence=is_sequence_parallel(run), device=generator_device())
     if lora.lora_path:
-        load_adapters(adapted, Path(lora.lora_path))
+        load_adapters(adapted, Path(lora.lora_path), job.mesh)
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # PEFT makes them float32
             parameter.data = parameter.data.to(device.dtype)
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in adapted.parameters()]  # ZeRO stage 3's are
-    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)  # empty here
+    vocabulary = adapted.config.vocab_size
+    sizes = [(_size(name, p, job.mesh, vocabulary), p.requires_grad) for name, p in adapted.named_parameters()]
+    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
     logger.info(
         "adapters: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )
     return adapted
+
+
+def _size(name: str, parameter: Any, mesh: Mesh | None, vocabulary: int) -> int:
+    """Elements of the whole parameter."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # those of ZeRO stage 3 are empty
+    return prod(full_shape(mesh, name, shape, vocabulary))
 
 
 def _base_name(run: SftRun) -> str:

@@ -17,6 +17,7 @@ from transformers import EvalPrediction
 from gptlm import owned
 from gptlm.kernels.attention import Documents
 from gptlm.parallel.deepspeed import gathered_parameters
+from gptlm.parallel.tensor import whole_sequences
 from gptlm.training.metrics.loss import LossMetrics
 from gptlm.training.metrics.results import suffix_of
 from gptlm.training.metrics.text import text_scores
@@ -65,6 +66,8 @@ class ResponseMetrics(LossMetrics):
             inputs["documents"] = Documents(inputs.pop("cu_seqlens"), inputs.pop("max_seqlen"))
         network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         hidden = network.transformer(**inputs).last_hidden_state
+        if network.gather_hidden is not None:
+            hidden = network.gather_hidden(hidden)
         targets = targets.flatten()
         counted = (targets != -100).nonzero()[:, 0]
         with gathered_parameters([network.lm_head.weight]):
@@ -89,19 +92,19 @@ class ResponseMetrics(LossMetrics):
         return {"ppl": perplexity(logs["loss"])} if "loss" in logs else {}
 
     def _generate(self, continuation: Continuation, trainer: Any, prefix: str) -> dict[str, float]:
-        """Scores of generated texts. Each process continues its share of the prompts.
+        """Scores of generated texts. Each replica of the model continues its share of the prompts.
 
         All of them call the model equally often, as ZeRO stage 3 needs.
         """
-        world, rank = trainer.args.world_size, trainer.args.process_index
-        count = len(continuation.prompts)
-        share = [number % count for number in range(rank, -(-count // world) * world, world)]
+        replicas, replica, count = trainer.replicas, trainer.replica, len(continuation.prompts)
+        share = [number % count for number in range(replica, -(-count // replicas) * replicas, replicas)]
         trainer.model.eval()
-        with torch.compiler.set_stance("force_eager"):  # the cache grows with each token: every step a new shape
+        # the cache grows with each token: every step a new shape
+        with torch.compiler.set_stance("force_eager"), whole_sequences(trainer.model):
             texts = continuation.generate(trainer.model, [continuation.prompts[number] for number in share])
         parts = [list(zip(share, texts, strict=True))]
-        if world > 1:
-            gathered: list[Any] = [None] * world
+        if trainer.args.world_size > 1:
+            gathered: list[Any] = [None] * trainer.args.world_size
             dist.all_gather_object(gathered, parts[0])
             parts = gathered
         found = dict(pair for part in parts for pair in part)
