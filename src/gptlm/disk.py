@@ -152,13 +152,18 @@ def is_of_system(error: Exception) -> bool:
     return _errno_of(error) is not None
 
 
+def write_reason(error: Exception) -> str:
+    """Why a file could not be written, in the words of the operating system where they are known."""
+    number = _errno_of(error)
+    return os.strerror(number) if number else reason_of(error)
+
+
 def write_failure(error: Exception, path: Path) -> str:
     """Why `path` could not be written, and what to do: "No space left on device (0 bytes are free there); make room".
 
     Free space is mentioned only where it is short.
     """
-    number, free = _errno_of(error), _free_bytes(path)
-    reason = os.strerror(number) if number else reason_of(error)
+    number, free, reason = _errno_of(error), _free_bytes(path), write_reason(error)
     if number in NO_SPACE or free < NEARLY_FULL:
         return f"{reason} ({free:,} bytes are free there); make room"
     return f"{reason}; {_advice(number, path)}"

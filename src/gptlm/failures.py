@@ -62,7 +62,7 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
         size = f" ({requested[1]} more were requested)" if requested else ""
         line = f"out of memory {stage}{size}; {MEMORY_ADVICE.get(command, 'free memory, or use a machine with more')}"
     elif is_lost_process(error):
-        line = f"another process of this run ended {stage}; its own error message has the cause"
+        line = f"another process of this run ended {stage}; its own error message, or its launcher's, has the cause"
     elif isinstance(error, OSError) and error.filename and error.strerror:
         line = f"{stage}: {error.filename}: {reason_of(error)}"
     else:
@@ -71,6 +71,8 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
     if debug:
         traceback.print_exception(error)
         return line
+    if is_lost_process(error):
+        return line  # where this process waited is of no use, and each of many would write it
     if isinstance(error, OSError) and (error.filename or error.errno in OF_THE_MACHINE):
         return line  # its cause is in the line
     return f"{line}; {_write_traceback(error, command)}"

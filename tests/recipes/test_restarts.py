@@ -4,7 +4,11 @@ The tests look at the result: it is that of a run that was not interrupted.
 """
 
 import json
+import os
+import shutil
+import socket
 import sys
+import time
 
 import pytest
 import torch
@@ -125,3 +129,59 @@ def test_another_number_of_processes_keeps_the_global_batch(command, tmp_path):
     found, wanted = trained(tmp_path), trained(tmp_path / "whole")
     assert found[1] == pytest.approx(wanted[1], abs=1e-5)
     assert all(torch.allclose(found[0][name], wanted[0][name], atol=1e-5) for name in wanted[0])
+
+
+FULL = {  # rank, moment, flags, what is not written
+    "hf": (0, "step 3", [], "the checkpoint {}/.checkpoint-4.incomplete"),
+    "hf, states of rank 1": (1, "step 3", ["--sharding", "stage2"], "the checkpoint {}/.checkpoint-4.incomplete"),
+    "sharded": (1, "step 3", ["--checkpoint_format", "sharded"], "the checkpoint {}/.checkpoint-4.incomplete"),
+    "async": (
+        1, "step 3", ["--checkpoint_format", "sharded", "--async_save"], "the checkpoint {}/.checkpoint-4.incomplete"
+    ),
+    "final": (0, ".model.incomplete/config.json", [], "the final model {}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_disk_of_one_rank_ends_all_with_one_sentence(command, whole, tmp_path, case):
+    rank, when, flags, what = FULL[case]
+    what = what.format(tmp_path)
+    done = launched("full", rank, when, [*command, *flags, "--output_dir", tmp_path])
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(lines) == 2 and {line[:6] for line in lines} == {"rank 0", "rank 1"}, done.stderr
+    own, other = sorted(lines, key=lambda line: not line.startswith(f"rank {rank}: "))
+    assert f"error: cannot write {what}: File too large" in own and "earlier checkpoints are intact" in own
+    assert f"error: rank {rank} cannot write its part of {what}: File too large" in other
+    assert done.stdout.count(f"resuming from {tmp_path / 'checkpoint-2'}") == (case != "final")
+    assert not list(tmp_path.glob(".*incomplete"))
+    if "--sharding" not in flags:
+        assert_same(trained(tmp_path), whole)
+
+
+def test_nodes_with_other_clocks_and_no_locks(command, whole, corpus_folder, tmp_path):
+    """A killed run on two nodes continues, although its files are a day younger than they can be."""
+    shutil.copytree(corpus_folder / "mmap", tmp_path / "data", ignore=shutil.ignore_patterns("index-cache"))
+    words = [*command, "--input_dir", tmp_path / "data", "--output_dir", tmp_path / "out"]
+    killed = launched("kill@nodes", 1, "step 5", words, restarts=0)
+    assert killed.returncode == 1 and "cannot be locked (No locks available)" in killed.stdout, killed.stderr
+    tomorrow = time.time() + 86400
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (tomorrow, tomorrow))
+    done = launched("late@nodes", 1, "", words, restarts=0)
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stderr
+    assert_same(trained(tmp_path / "out"), whole)
+
+
+@pytest.mark.slow
+def test_nodes_with_folders_of_their_own_are_refused(command, tmp_path):
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
+    done = launched("late@nodes", 1, "", [*command, "--output_dir", "out"], restarts=0, cwd=tmp_path)
+    assert done.returncode == 1
+    for rank in range(2):
+        assert f"rank {rank}: error: rank 1 on {socket.gethostname()} does not see the --output_dir out" in done.stderr
+    assert not list(tmp_path.rglob("*.incomplete")) and not list(tmp_path.rglob("checkpoint-*"))
+    final = launched("late@nodes", 1, "", [*command, "--save_strategy", "no", "--output_dir", "out"], cwd=tmp_path)
+    assert final.returncode == 0 and "does not see the output_dir out" in final.stdout, final.stderr
+    assert (tmp_path / "node0" / "out" / "model.safetensors").exists()

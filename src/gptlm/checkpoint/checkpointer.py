@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint import optimizer_state, random_states, shards
+from gptlm.checkpoint.agreement import together
 from gptlm.checkpoint.manifest import SHARDED, STOCK, Manifest
 from gptlm.disk import sync_folder, sync_tree
 from gptlm.errors import GptlmError
@@ -105,9 +106,9 @@ class Checkpointer:
         self.wait()
         staging = checkpoint.staging_folder(self.output_dir, state.global_step)
         with checkpoint.writing(staging, "the checkpoint"):
-            if self.args.should_save:
-                checkpoint.start(staging)
-            self._barrier()
+            with together(f"the checkpoint {staging}"):
+                if self.args.should_save:
+                    checkpoint.start(staging)
             self._write(staging, state, optimizer)
             own = {
                 "global_step": state.global_step,
@@ -123,31 +124,34 @@ class Checkpointer:
             if self.sharded:
                 self._write_shards(staging, state.global_step, optimizer, commit)
                 return
-            self._barrier()  # all ranks have written their part
-            if self.args.should_save:
-                commit()
-            self._barrier()
+            with together(f"the checkpoint {staging}"):
+                if self.args.should_save:
+                    commit()
 
     def _write(self, folder: Path, state: Any, optimizer: Any) -> None:
         """All files but those of shards."""
-        if not self.sharded:
-            self.save_model(folder)
-            if self.card is not None and self.args.should_save and not self.has_adapters:  # adapters have theirs
-                (folder / owned.CARD).write_text(self.card(state.global_step), encoding="utf-8")
-        elif self.args.should_save:
-            self._save_settings(folder)
-            self.model.save_settings(folder)
-        if not self.args.save_only_model:
+        what = f"the checkpoint {folder}"
+        with together(what):
             if not self.sharded:
+                self.save_model(folder)
+                if self.card is not None and self.args.should_save and not self.has_adapters:  # adapters have theirs
+                    (folder / owned.CARD).write_text(self.card(state.global_step), encoding="utf-8")
+            elif self.args.should_save:
+                self._save_settings(folder)
+                self.model.save_settings(folder)
+        if not self.args.save_only_model and not self.sharded:
+            with together(what):
                 tensors = optimizer_state.gather(self.model, inner_optimizer(optimizer))
                 optimizer_state.write(folder, self._whole_tensors(tensors), writes=self.args.should_save)
-            random_states.save(folder / self._rng_file)
         if state.best_global_step:  # every rank has to know it: all of them load it in the end
             best = self.output_dir / f"checkpoint-{state.best_global_step}"
             if best.is_dir() or state.best_global_step == state.global_step:
                 state.best_model_checkpoint = str(best)
-        if self.args.should_save:
-            state.save_to_json(str(folder / checkpoint.HISTORY))
+        with together(what):
+            if not self.args.save_only_model:
+                random_states.save(folder / self._rng_file)
+            if self.args.should_save:
+                state.save_to_json(str(folder / checkpoint.HISTORY))
 
     def _write_shards(self, folder: Path, step: int, optimizer: Any, commit: Callable[..., None]) -> None:
         """The share of each process; the first one commits the checkpoint when all are written."""
@@ -159,7 +163,6 @@ class Checkpointer:
         if self.args.world_size > 1 and self._group is None:  # training uses the other groups meanwhile
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
         self._pending = shards.Save(folder, shards.copied(parts), step, commit, self._group)
-        self._barrier()  # all ranks have written their other files
         self._pending.start()
 
     def wait(self) -> None:
@@ -201,12 +204,15 @@ class Checkpointer:
         staging = self.output_dir / FINAL
         with checkpoint.writing(self.output_dir, "the final model"):
             try:
-                if self.args.should_save:
-                    checkpoint.start(staging)
-                self._barrier()
-                self.save_model(staging)
-                if self.args.should_save:
-                    self._replace_model(staging)
+                what = f"the final model {self.output_dir}"
+                with together(what):
+                    if self.args.should_save:
+                        checkpoint.start(staging)
+                with together(what):
+                    self.save_model(staging)
+                with together(what):
+                    if self.args.should_save:
+                        self._replace_model(staging)
             finally:
                 if self.args.should_save:
                     shutil.rmtree(staging, ignore_errors=True)
@@ -244,13 +250,16 @@ class Checkpointer:
         if not self.args.should_save:
             deque(tensors, maxlen=0)  # gathering them is collective
             return
-        self._save_settings(folder)
-        self.model.save_settings(folder)
-        with torch.device("meta"):
-            whole = blank_model(self.model.config)
-        dtype = self.model.dtype
-        kinds = {name: (_stock(name, weight).shape, dtype) for name, weight in whole.named_parameters()}
-        save_model_one_by_one(folder, kinds, ((name, _stock(name, tensor)) for name, tensor in tensors))
+        try:
+            self._save_settings(folder)
+            self.model.save_settings(folder)
+            with torch.device("meta"):
+                whole = blank_model(self.model.config)
+            dtype = self.model.dtype
+            kinds = {name: (_stock(name, weight).shape, dtype) for name, weight in whole.named_parameters()}
+            save_model_one_by_one(folder, kinds, ((name, _stock(name, tensor)) for name, tensor in tensors))
+        finally:
+            deque(tensors, maxlen=0)  # after an error, too
 
     def _save_settings(self, folder: Path) -> None:
         """The run as a file, and the tokenizer."""
@@ -361,10 +370,6 @@ class Checkpointer:
     @property
     def _rng_file(self) -> str:
         return random_states.file_name(self.args.process_index, self.args.world_size)
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            dist.barrier()
 
 
 def _stock(name: str, tensor: Tensor) -> Tensor:

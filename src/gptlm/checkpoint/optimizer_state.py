@@ -43,8 +43,12 @@ FILE_BYTES = 4 << 30  # tensors of one file; what a rank holds in host memory wh
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, writes: bool) -> None:
     """Write `tensors` as they come; every rank has to take them, one of them `writes`."""
     if writes:
+        tensors = iter(tensors)
         floats = ((name, _to_file(name, tensor)) for name, tensor in tensors)
-        save_shards(folder, floats, "optimizer-{:05d}.safetensors", FILE_BYTES)
+        try:
+            save_shards(folder, floats, "optimizer-{:05d}.safetensors", FILE_BYTES)
+        finally:
+            deque(tensors, maxlen=0)  # after an error, too
     else:
         deque(tensors, maxlen=0)  # gathering them is collective
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gptlm.checkpoint import optimizer_state
-from gptlm.errors import GptlmError, reason_of
+from gptlm.checkpoint.agreement import agree
+from gptlm.errors import GptlmError
 from gptlm.model.files import SHARDS_INDEX
 from gptlm.model.shards_index import STEP, Box, Entry, Index, Part, index_text, is_weight, parse_index, size_of
 from gptlm.model.tensor_files import NAMES, write_file
@@ -198,13 +199,13 @@ class Save:
             Exception: what went wrong in this process.
             GptlmError: if it went wrong in another one.
         """
-        written, error = None, None
+        what, written, error = f"the checkpoint {self.folder}", None, None
         try:
             written = write(self.folder, self.parts, self.step, self.process, self.processes)
         except Exception as caught:  # the others must not wait for this process
             error = caught
         self.parts = []
-        self._agree(error)
+        agree(error, what, self.group)
         everything: list[Any] = [written]
         if self.processes > 1:
             everything = [None] * self.processes
@@ -215,7 +216,7 @@ class Save:
                 self.commit({name: one for each in everything for name, one in each.checksums.items()})
             except Exception as caught:
                 error = caught
-        self._agree(error)
+        agree(error, what, self.group)
 
     def start(self) -> None:
         """Write it in a thread, while training continues; `parts` must be copies, `group` used by nothing else."""
@@ -235,14 +236,3 @@ class Save:
             self._thread.join()
         if self._error is not None:
             raise self._error
-
-    def _agree(self, error: Exception | None) -> None:
-        """Raises on all processes if one has an error."""
-        reasons = [None if error is None else reason_of(error)] * self.processes
-        if self.processes > 1:
-            dist.all_gather_object(reasons, reasons[0], group=self.group)
-        if error is not None:
-            raise error
-        for process, reason in enumerate(reasons):
-            if reason is not None:
-                raise GptlmError(f"process {process} cannot write its part of the checkpoint {self.folder}: {reason}")

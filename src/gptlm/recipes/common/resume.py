@@ -22,6 +22,7 @@ from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.output_folder import read_checkpoints
 from gptlm.recipes.common.peers import Peers
+from gptlm.recipes.common.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,19 @@ def check_output(flag: str, folder: Path) -> None:
 
 
 @contextmanager
-def lock_output(run: Run) -> Iterator[None]:
+def lock_output(run: Run, peers: Peers | None) -> Iterator[None]:
     """Lock `output_dir` against other runs. The lock of a killed process is released by the OS.
 
     If the run ends by an error or a signal before it has written anything, a new folder is removed.
 
     Raises:
-        GptlmError: if another run does.
+        GptlmError: if another run does, or the nodes do not share the folder.
     """
-    if not run.training.do_train or not is_main_process():
+    if not run.training.do_train:
+        yield
+        return
+    if not is_main_process():
+        check_shared(run, peers)
         yield
         return
     output_dir = Path(run.training.output_dir or "")
@@ -76,6 +81,7 @@ def lock_output(run: Run) -> Iterator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): start no second run there", output_dir, reason_of(error))
+        check_shared(run, peers)
         yield
 
 

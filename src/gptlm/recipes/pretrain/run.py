@@ -60,7 +60,7 @@ def pretrain(run: PretrainRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
         run = with_token_files(run)
         corpora = open_together(run, peers)
         run = with_epochs_counted(run, steps_per_epoch(run, corpora))
-        with lock_output(run), close_process_group(peers):
+        with lock_output(run, peers), close_process_group(peers):
             # a function of its own: the trainer has to be gone when the process group closes
             return _run(run, device, resume, peers, corpora, hooks)
 

@@ -102,7 +102,7 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
         last = done + steps_left(run.training.num_train_epochs, position, *steps)
         run = with_epochs_counted(run, steps_in(*steps), last_step=last)
         epochs = _epochs(run, data, done, position)
-        with lock_output(run), close_process_group(peers):
+        with lock_output(run, peers), close_process_group(peers):
             # a function of its own: the trainer has to be gone when the process group closes
             metrics = _run(run, device, resume, peers, tokenizer, new_tokens, data, epochs, position_text, hooks)
     if run.lora.merge_weights and run.lora.lora and run.training.do_train and is_main_process():
