@@ -48,6 +48,23 @@ def test_a_column_and_a_row_split_are_the_product(degree):
     torch.testing.assert_close(total, torch.relu(x @ first.T) @ second.T)
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("layer", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
+def test_adapters_are_split_like_their_layer(layer, degree):
+    """The product of a process's parts of B and A is its part of the whole product."""
+    name, rank = f"transformer.h.0.{layer}.weight", 3
+    rows, columns = SHAPES[name]
+    b, a = torch.randn(rows, rank), torch.randn(rank, columns)
+    adapted = f"base_model.model.transformer.h.0.{layer}"
+    for process in range(degree):
+        of_b, of_a = (
+            shard(f"{adapted}.{part}.default.weight", whole, process, degree)
+            for part, whole in (("lora_B", b), ("lora_A", a))
+        )
+        torch.testing.assert_close(of_b @ of_a, shard(name, b @ a, process, degree))
+        assert shard(f"{adapted}.base_layer.weight", b @ a, process, degree).equal(shard(name, b @ a, process, degree))
+
+
 @pytest.mark.parametrize(("layers", "stages"), [(4, 2), (5, 2), (7, 3), (24, 16), (3, 3)])
 def test_stages_share_the_layers_evenly(layers, stages):
     shares = [stage_layers(stage, stages, layers) for stage in range(stages)]

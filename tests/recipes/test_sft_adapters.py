@@ -71,6 +71,34 @@ def test_adapters_that_cannot_be(model, words, says):  # noqa: F811
         parse_sft([*argv, *words], {})
 
 
+TWO, DEGREE = {"WORLD_SIZE": "2"}, ["--tensor_parallel_degree", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--lora", "--use_dora"], "use_dora does not work with --tensor_parallel_degree 2, which splits the weights"),
+        (["--lora", "--init_lora_weights", "pissa"], "init_lora_weights does not work with --tensor_parallel_degree 2"),
+        (["--lora", "--lora_bias", "all"], "lora_bias does not work with --tensor_parallel_degree 2"),
+        (["--lora", "--modules_to_save", "ln_f"], "modules_to_save does not work .* use --sharding stage2 with"),
+        (["--sequence_parallel", "1", "--max_length", "33"], "max_length 33 is not a multiple .* give --max_length 32"),
+        (["--sequence_parallel", "1", "--paddle_compat"], "sequence_parallel pads sequences to a multiple of 2"),
+    ],
+)
+def test_what_split_layers_exclude(model, words, says):  # noqa: F811
+    argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o", *DEGREE]
+    with pytest.raises(UsageError, match=says):
+        parse_sft([*argv, *words], TWO)
+
+
+def test_a_pipeline_is_refused_with_the_nearest_layout(model):  # noqa: F811
+    argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o"]
+    run = parse_sft([*argv, "--pipeline_parallel_degree", "2"], TWO)
+    (refusal,) = run.refusals
+    assert "use --tensor_parallel_degree 2 with --pipeline_parallel_degree 1, or --sharding stage3" in refusal
+    assert not parse_sft([*argv, *DEGREE, "--lora"], TWO).refusals
+
+
 def test_all_linear_is_every_matrix_but_the_head(model):  # noqa: F811
     argv = [*BASE, "--model_name_or_path", str(model), "--dataset_name_or_path", "d", "--output_dir", "o", "--lora"]
     run = parse_sft([*argv, "--lora_target_modules", "all-linear"], {})
