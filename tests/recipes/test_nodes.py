@@ -74,3 +74,25 @@ def test_deepspeed_s_launcher(words, wanted, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
     assert losses({"history": history}) == pytest.approx(losses(wanted), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_two_nodes(words, wanted, tmp_path):
+    """A process of the second node is killed after a checkpoint; both launchers start theirs again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1]
+    command += ["--max-restarts", 2, "--rdzv_id", "job", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", f"127.0.0.1:{port}", ROOT / "tests" / "recipes" / "failing.py", "kill", 1, "step 4"]
+    command += ["pretrain", *words, "--gradient_accumulation_steps", 2, "--overwrite_output_dir"]
+    whole = [str(word) for word in [*command, "--output_dir", tmp_path / "out"]]
+    nodes = [
+        subprocess.Popen(whole, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(2)
+    ]
+    printed = [node.communicate(timeout=400)[0].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    assert sum(text.count(f"resuming from {tmp_path / 'out' / 'checkpoint-3'}") for text in printed) == 1, printed
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert losses({"history": history}) == pytest.approx(losses(wanted), abs=1e-5)
