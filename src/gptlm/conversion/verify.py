@@ -18,6 +18,7 @@ from gptlm.upstream.transformers import use_eager_attention
 
 MAX_DIFFERENCE = 1e-3  # of logits: above rounding in float32, far below a wrong tensor layout
 LENGTH = 32
+ROWS = 4096  # of the embedding in one product, for which it is copied
 
 
 def fixed_batch(vocabulary: int, positions: int) -> Tensor:
@@ -52,7 +53,7 @@ def logits_of(source: Source, ids: Tensor, dtype: torch.dtype | None = None) -> 
         x = output[0] if isinstance(output, tuple) else output
     gain, bias = map(weight, FINAL_NORM)
     x = F.layer_norm(x, (source.shape.hidden_size,), gain, bias, source.epsilon)
-    return x @ weight(WTE).t()
+    return torch.cat([x @ rows.t() for rows in weight(WTE).split(ROWS)], dim=-1)
 
 
 def check_stock(folder: Path) -> None:
