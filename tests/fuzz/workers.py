@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import re
@@ -82,6 +83,8 @@ def prepare() -> None:
         import gptlm.recipes.sft.run
         import gptlm.recipes.train_tokenizer  # noqa: F401
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a command's collections do not visit, and thereby copy, what it shares with this process
 
 
 @dataclass(frozen=True)
