@@ -1,5 +1,7 @@
 """What a layer of a tensor-parallel network keeps for its backward pass."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +77,17 @@ def test_a_layer_keeps_what_the_planner_counts(mesh, sequence, recompute, units,
     found = sum(size for place, size in kept.items() if place not in weights)
     statistics = 0.05  # of norms and attention
     assert 0.8 * units < found / (2 * BATCH * LENGTH * WIDTH) < units + statistics
+
+
+def test_a_whole_module_is_dropped_before_the_next_one_is_made(mesh):
+    with torch.device("meta"):
+        model = GPTLMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=8, n_positions=16, vocab_size=64))
+    whole, kept = weakref.WeakSet(), []
+
+    def fill(model, name, module):
+        kept.append(len(whole))
+        if name.endswith(("c_attn", "c_proj", "c_fc", "wte")):  # what is split
+            whole.add(module)
+
+    parallelize(model, mesh, fill, linear_cross_entropy)
+    assert kept == [0] * (3 + 3 * 6)

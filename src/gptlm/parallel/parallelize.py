@@ -59,12 +59,10 @@ def parallelize(
     if mesh.dims.tensor > 1:
         check_tensor_parallel(sequence=sequence)
     layers = own_layers(mesh, model.config.n_layer, chunks)
-    filled: set[nn.Parameter] = set()
-    for name, module in list(model.named_modules()):
-        own = dict(module.named_parameters(recurse=False))
-        if not own or set(own.values()) & filled:
+    for name in [name for name, _ in model.named_modules()]:  # a list of modules would keep all of them in full
+        module = model.get_submodule(name)
+        if name + ".weight" == OUTPUT or not dict(module.named_parameters(recurse=False)):  # `_tie` sets the output
             continue
-        filled |= set(own.values())
         module.to_empty(device="cpu", recurse=False)
         fill(model, name, module)
         kept = _belongs(name, mesh, layers)
