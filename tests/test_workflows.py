@@ -53,6 +53,15 @@ def test_files_follow_the_schema_of_those_who_read_them(schema, files):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_the_changelog_names_each_thing_once():
+    """Merges have put a section back that was replaced."""
+    for version in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        blocks = [block for block in version.split("\n\n")[1:] if block]
+        assert all(block.strip()[:2] in ("**", "- ") or block.endswith(".") for block in blocks)
+        lines = [line.split(".")[0] for line in version.splitlines() if line.startswith(("**", "- "))]
+        assert len(lines) == len({*lines})
+
+
 def test_the_citation_the_changelog_and_the_package_have_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     newest = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
