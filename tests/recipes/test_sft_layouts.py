@@ -49,6 +49,8 @@ DROPOUT = ["--hidden_dropout_prob", 0.2, "--attention_probs_dropout_prob", 0.2, 
 VARIANTS = {  # what one process does, too
     "grouped": ["--group_by_length", "--pad_to_multiple_of", 8],
     "compat": ["--paddle_compat"],
+    "packed": ["--zero_padding"],
+    "packed lora": ["--zero_padding", "--lora"],
     "adapters": ADAPTERS,
     "best": ["--lora", "--load_best_model_at_end"],
 }
@@ -92,6 +94,7 @@ def two(words, alone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     cases = [(f"{name} {kind}", [*TWO[name], *more]) for name in TWO for kind, more in KINDS.items()]
     cases += [(f"tp2 {name}", [*TP, *more]) for name, more in VARIANTS.items()]
+    cases.append(("tp2 sp packed", [*SP, "--zero_padding"]))
     cases += [(f"tp2 half {kind}", [*SP, *HALF, *more]) for kind, more in KINDS.items()]
     cases.append(("tp2 nine", [*SP, *nine_examples(folder), "--per_device_train_batch_size", 2]))
     cases[-1][1].extend(["--gradient_accumulation_steps", 2])
@@ -146,6 +149,10 @@ def test_two_processes_fine_tune_like_one(two, alone, name, kind):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_data_and_adapters_of_every_form(two, alone, name):
     check(two, alone(*VARIANTS[name]), f"tp2 {name}")
+
+
+def test_packed_rows_whose_tokens_are_split(two, alone):
+    check(two, alone("--zero_padding"), "tp2 sp packed")
 
 
 def test_batches_that_are_filled_up(two, alone, tmp_path):

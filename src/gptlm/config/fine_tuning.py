@@ -167,7 +167,6 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
 
 def fine_tuning_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
     """Fine-tuning runs that are sensible but not implemented."""
-    data = parsed[SftArguments]
     tensor, pipeline = named("tensor_parallel_degree"), named("pipeline_parallel_degree")
     if dims.pipeline > 1:
         split = dims.tensor * dims.pipeline
@@ -176,8 +175,6 @@ def fine_tuning_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem
             f"{dims.pipeline}: stages exchange batches of one length, those of fine-tuning differ; use {tensor} "
             f"{split} with {pipeline} 1, or {named('sharding')} stage3",
         )
-    if dims.tensor > 1 and data.zero_padding:
-        yield Problem("zero_padding", f"does not work with {tensor} {dims.tensor}; leave it out")
 
 
 def _sequence_problems(parsed: Parsed, data: SftArguments) -> Iterator[Problem]:
