@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ def _build(root: str) -> None:
         try:
             build_world(Path(root))
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0, "the files cannot be built"
