@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest
 NEWEST := $(VENV)-newest
 LATEST := $(VENV)-latest
+# in the order of the files; the tests of a file share the processes that its fixtures have started
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install test test-slow test-oldest test-newest test-latest coverage demo docs lint types package format clean
 help:
@@ -32,7 +34,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
-	$(BIN)/python -m pytest -m 'distributed and not slow and not gpu'
+	$(BIN)/python -m pytest $(SPREAD) -m 'distributed and not slow and not gpu'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -42,13 +44,13 @@ test-oldest:
 	grep -v '^torch==' requirements/constraints.txt > $(OLDEST)/constraints.txt
 	DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip install -q -c $(OLDEST)/constraints.txt torch==2.11.0 -e '.[test]'
 	$(OLDEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
-	$(OLDEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
+	$(OLDEST)/bin/python -m pytest $(SPREAD) -m 'distributed and not slow and not gpu'
 
 test-newest:
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	DS_BUILD_OPS=0 $(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
-	$(NEWEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
+	$(NEWEST)/bin/python -m pytest $(SPREAD) -m 'distributed and not slow and not gpu'
 
 # the second installation ignores the caps of pyproject.toml: pip only warns about them
 test-latest:
@@ -56,11 +58,11 @@ test-latest:
 	DS_BUILD_OPS=0 $(LATEST)/bin/python -m pip install -q -e '.[test]'
 	DS_BUILD_OPS=0 $(LATEST)/bin/python -m pip install -q --upgrade torch transformers datasets accelerate peft deepspeed
 	$(LATEST)/bin/python -m pytest -n 2 -m 'not distributed and not slow and not gpu'
-	$(LATEST)/bin/python -m pytest -m 'distributed and not slow and not gpu'
+	$(LATEST)/bin/python -m pytest $(SPREAD) -m 'distributed and not slow and not gpu'
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --cov --cov-report= -m 'not distributed and not slow and not gpu'
-	$(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered -m 'distributed and not slow and not gpu'
+	$(BIN)/python -m pytest $(SPREAD) --cov --cov-append --cov-report=term:skip-covered -m 'distributed and not slow and not gpu'
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
