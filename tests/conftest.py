@@ -1,5 +1,6 @@
 """Shared fixtures: a corpus in both formats, sentence data, a tiny model, running the scripts."""
 
+import logging
 import os
 import shutil
 import signal
@@ -103,6 +104,9 @@ def run_script(
 
 def pytest_runtest_setup() -> None:
     freeze_imports()
+    log = logging.getLogger("gptlm")
+    if log.level == logging.ERROR:  # a test ran a command as another rank than 0
+        log.setLevel(logging.INFO)
 
 
 def pytest_runtest_teardown() -> None:
