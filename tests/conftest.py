@@ -105,6 +105,7 @@ def run_script(
 def pytest_runtest_setup() -> None:
     freeze_imports()
     log = logging.getLogger("gptlm")
+    log.propagate = True  # else pytest adds its handler here, and a test that lets it propagate sees each line twice
     if log.level == logging.ERROR:  # a test ran a command as another rank than 0
         log.setLevel(logging.INFO)
 
