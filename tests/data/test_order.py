@@ -12,7 +12,7 @@ from gptlm.data.blend import BlendedDataset, _compiled, _loop, blend_order, blen
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
-from gptlm.data.order import build_order, count_epochs, parse_split, split_bounds
+from gptlm.data.order import _ranges, build_order, count_epochs, parse_split, split_bounds
 from gptlm.errors import GptlmError
 from tests.golden import recorded
 
@@ -305,3 +305,12 @@ def test_the_order_of_a_blend_is_kept(tmp_path, monkeypatch):
     BlendedDataset(parts, [0.7 + 1e-16 + 1e-16, 0.3], 1000, IndexCache([tmp_path]))  # other weights, another entry
     BlendedDataset(parts, weights, 999, IndexCache([tmp_path]))
     assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+@pytest.mark.parametrize("repeat", [1, 8])
+def test_an_index_beyond_any_memory_is_refused(repeat):
+    """2^50 numbers of 8 bytes are 2^23 GiB, more than a process can address."""
+    with pytest.raises(
+        GptlmError, match=rf"{8388608 * repeat:,}.0 GiB\), more than there is memory for; train for fewer"
+    ):
+        next(_ranges((0, 1 << 50), [repeat], np.dtype(np.int64), None))

@@ -143,9 +143,16 @@ def _ranges(
 ) -> Iterator[np.ndarray]:
     """For each of `repeats`: the numbers from one bound to the other so many times, shuffled together by `rng`."""
     for repeat in repeats:
-        numbers = np.arange(*bounds, dtype=dtype)
-        if repeat > 1:
-            numbers = np.tile(numbers, repeat)
+        try:
+            numbers = np.arange(*bounds, dtype=dtype)
+            if repeat > 1:
+                numbers = np.tile(numbers, repeat)
+        except MemoryError as error:
+            size = (bounds[1] - bounds[0]) * repeat * dtype.itemsize
+            raise GptlmError(
+                f"the sample index needs {size / 2**30:,.1f} GiB of memory at once, more than there is; train for fewer "
+                "steps or with a smaller global batch"
+            ) from error
         if rng is not None:
             rng.shuffle(numbers)
         yield numbers
