@@ -60,17 +60,23 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
             LazyTensors.of_model(tmp_path)
 
 
+def assert_three_files(folder):
+    """With 24, 20 and 4 bytes; returns their names."""
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(path.name for path in folder.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert [set(load_file(folder / name)) for name in names] == [{"a"}, {"b", "c"}, {"d"}]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 48}
+    assert index["weight_map"] == {"a": names[0], "b": names[1], "c": names[1], "d": names[2]}
+    return names
+
+
 def test_a_model_in_shards(tmp_path, monkeypatch):
     """Tensors of 24, 8, 12 and 4 bytes in files of at most 20: the first is larger and has a file of its own."""
     monkeypatch.setattr("gptlm.model.safetensors_io.SHARD_BYTES", 20)
     tensors = {**TENSORS, "c": torch.zeros(3), "d": torch.ones(1)}
     save_model_weights(tmp_path, iter(tensors.items()))
-    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
-    assert [set(load_file(tmp_path / name)) for name in names] == [{"a"}, {"b", "c"}, {"d"}]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 48}
-    assert index["weight_map"] == {"a": names[0], "b": names[1], "c": names[1], "d": names[2]}
+    names = assert_three_files(tmp_path)
     assert read_header(tmp_path / names[1]).metadata == {"format": "pt"}
     found = LazyTensors.of_model(tmp_path)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()) and len(found) == 4

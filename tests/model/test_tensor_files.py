@@ -1,13 +1,12 @@
 """Files whose tensors come one at a time are those that safetensors' own writer makes of all of them."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gptlm.checksums import file_checksum
 from gptlm.model.tensor_files import save_model_one_by_one, write_file
+from tests.model.test_safetensors_io import assert_three_files
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5, -2]), "c": torch.zeros(3), "d": torch.ones(1)}
 KINDS = {name: (tensor.shape, torch.float32) for name, tensor in TENSORS.items()}
@@ -17,12 +16,7 @@ def test_a_model_in_shards_in_any_order(tmp_path, monkeypatch):
     """Tensors of 24, 8, 12 and 4 bytes in files of at most 20: the first is larger and has a file of its own."""
     monkeypatch.setattr("gptlm.model.tensor_files.SHARD_BYTES", 20)
     save_model_one_by_one(tmp_path, KINDS, reversed(TENSORS.items()))
-    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
-    assert [set(load_file(tmp_path / name)) for name in names] == [{"a"}, {"b", "c"}, {"d"}]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 48}
-    assert index["weight_map"] == {"a": names[0], "b": names[1], "c": names[1], "d": names[2]}
+    names = assert_three_files(tmp_path)
     found = {name: tensor for file in names for name, tensor in load_file(tmp_path / file).items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,6 +203,21 @@ def save_shards(
     return shards
 
 
+def write_weights_index(folder: Path, shards: Sequence[Mapping[str, int]]) -> list[str]:
+    """Write the index of a model's files, if there are several; returns their names.
+
+    Args:
+        shards: for each file the bytes of its tensors by name.
+    """
+    if len(shards) < 2:
+        return [WEIGHTS] * len(shards)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    places = {tensor: name for name, sizes in zip(names, shards, strict=True) for tensor in sizes}
+    index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards)}, "weight_map": places}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return names
+
+
 def save_model_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, library: str = "pt") -> None:
     """Write a model's weights as `save_pretrained` does: one file, or shards of `SHARD_BYTES` with an index.
 
@@ -210,11 +225,5 @@ def save_model_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, l
         library: "format" in the files' metadata, which transformers requires ("pt": torch, "np": numpy).
     """
     shards = save_shards(folder, weights, ".shard-{}", SHARD_BYTES, {"format": library})
-    places: dict[str, str] = {}
-    for number, sizes in enumerate(shards, start=1):  # their names contain the number of shards
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+    for number, name in enumerate(write_weights_index(folder, shards), start=1):
         (folder / f".shard-{number}").rename(folder / name)
-        places |= dict.fromkeys(sizes, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards)}, "weight_map": places}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gptlm.checksums import Checksum
-from gptlm.model.files import WEIGHTS, WEIGHTS_INDEX
-from gptlm.model.safetensors_io import SHARD_BYTES
+from gptlm.model.safetensors_io import SHARD_BYTES, write_weights_index
 from gptlm.model.shards_index import DTYPES
 
 NAMES = {getattr(torch, name): short for short, name in DTYPES.items()}  # torch's dtype -> safetensors' name
@@ -82,15 +81,12 @@ def save_model_one_by_one(folder: Path, kinds: Mapping[str, Kind], tensors: Iter
             size = 0
         files[-1][name], size = (shape, dtype), size + own
     places: dict[str, tuple[Path, int]] = {}
-    for number, part in enumerate(files, start=1):
-        path = folder / (f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS)
+    shards = [{name: prod(shape) * dtype.itemsize for name, (shape, dtype) in part.items()} for part in files]
+    for file_name, part in zip(write_weights_index(folder, shards), files, strict=True):
+        path = folder / file_name
         start, begins = header_of(part, {"format": "pt"})
         path.write_bytes(start)
         places |= {name: (path, begin) for name, begin in begins.items()}
-    if len(files) > 1:
-        total = sum(prod(shape) * dtype.itemsize for shape, dtype in kinds.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: places[name][0].name for name in kinds}}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     missing = set(kinds)
     for name, tensor in tensors:
         if name not in missing or tuple(tensor.shape) != tuple(kinds[name][0]):
