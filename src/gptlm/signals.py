@@ -164,7 +164,7 @@ def ending_in(error: BaseException | None) -> "KeyboardInterrupt | Terminated | 
 
 
 def forget_interrupt() -> None:
-    """After KeyboardInterrupt was handled: the command goes on."""
+    """After KeyboardInterrupt was handled: the command continues."""
     if (handler := installed()) is not None:
         handler.was_interrupted = False
 
