@@ -267,6 +267,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(tiny_model, corpus_folder, tmp
     launcher = launched(tmp_path / "here", *words, "--output_dir", output)
     log = tmp_path / "here" / "log" / "workerlog.0"
     wait_for(lambda: log.exists() and "global_step: 4" in log.read_text(), launcher)
+    time.sleep(3 * heartbeat.INTERVAL)  # so that signs of life tell a step
     ranks = ranks_of(launcher)
     ranks[1].suspend()
     printed, _ = launcher.communicate(timeout=200)
