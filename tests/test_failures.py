@@ -15,6 +15,7 @@ import tempfile
 import pytest
 import torch
 import transformers
+from torch._inductor import config as inductor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlm.cli import COMMANDS, main
@@ -169,6 +170,23 @@ def test_a_lost_process_is_not_reported_as_an_error_of_this_one(fails, monkeypat
     said = fails(f"evaluate {words}", owner, name, gone).strip().splitlines()[-1]
     line = f"rank 0: error: another process of this run ended {stage}; its own error message, or its launcher's, has"
     assert said.endswith(f"{line} the cause")
+
+
+@pytest.mark.parametrize("says", ["cc1plus: fatal error: no room", ""])
+def test_a_failing_compiler_is_one_sentence(work, tmp_path, monkeypatch, capsys, says):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\necho "{says}" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # nothing is compiled yet
+    torch._dynamo.reset()
+    with inductor.patch({"cpp.cxx": (str(compiler),)}):
+        assert main(["evaluate", "--torch_compile", *CASES["evaluate"][0].split()]) == 1
+    torch._dynamo.reset()
+    line = capsys.readouterr().err.splitlines()[-1]
+    expected = f"the C++ compiler {compiler} failed: {says or 'it printed nothing'}; --torch_compile 0 runs without it"
+    assert line.endswith(expected) and not list(tmp_path.glob("*.log"))
 
 
 def test_interrupts_are_not_reported_as_errors(fails, tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from gptlm.errors import GptlmError, is_out_of_memory, reason_of, stage_of
 
@@ -61,6 +62,8 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
         requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
         size = f" ({requested[1]} more were requested)" if requested else ""
         line = f"out of memory {stage}{size}; {MEMORY_ADVICE.get(command, 'free memory, or use a machine with more')}"
+    elif (problem := compiler_problem(error)) is not None:
+        return f"{stage}: {problem}; --torch_compile 0 runs without it"
     elif is_lost_process(error):
         line = f"another process of this run ended {stage}; its own error message, or its launcher's, has the cause"
     elif isinstance(error, OSError) and error.filename and error.strerror:
@@ -76,6 +79,16 @@ def report(error: Exception, command: str, *, debug: bool) -> str:
     if isinstance(error, OSError) and (error.filename or error.errno in OF_THE_MACHINE):
         return line  # its cause is in the line
     return f"{line}; {_write_traceback(error, command)}"
+
+
+def compiler_problem(error: Exception) -> str | None:
+    """Why the C++ compiler that torch.compile calls has failed; None for another error."""
+    failed: Any = getattr(error, "inner_exception", error)
+    if type(failed).__name__ != "CppCompileError":
+        return None
+    lines = [line.strip() for line in failed.output.splitlines() if line.strip()]
+    said = next((line for line in lines if "error" in line), lines[-1] if lines else "it printed nothing")
+    return f"the C++ compiler {failed.cmd[0]} failed: {said}"
 
 
 def is_lost_process(error: Exception) -> bool:

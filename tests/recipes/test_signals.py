@@ -19,7 +19,7 @@ from gptlm import cli
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.model.build import load_model
 from gptlm.model.tokenizer import train_tokenizer
-from gptlm.recipes.common import training
+from gptlm.recipes.common import heartbeat, training
 from gptlm.recipes.common.model import make_model
 from tests.processes import start
 
