@@ -111,12 +111,12 @@ def merge_lora(argv: Sequence[str]) -> None:
     if printing:
         print(resolve_merge(words).as_json())
         return
-    arguments = with_conversions(lambda: parse_merge(words), _convert)
-    read_adapter_config(Path(arguments.lora_path or ""))
-    with logged_in(arguments.output_path):
+    command = with_conversions(lambda: parse_merge(words), _convert)
+    read_adapter_config(Path(command.main.lora_path or ""))
+    with logged_in(command.main.output_path):
         with importing():
             from gptlm.recipes.merge_lora import merge_lora as recipe
-        recipe(arguments)
+        recipe(command)
 
 
 def convert(argv: Sequence[str]) -> int | None:

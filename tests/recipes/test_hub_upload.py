@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import gptlm
 from gptlm.checkpoint import folder as checkpoint
@@ -17,7 +18,7 @@ from gptlm.commands.pretrain import parse_pretrain
 from gptlm.errors import GptlmError
 from gptlm.launcher.args import parse_launch
 from gptlm.model.hub import _obstacle
-from gptlm.recipes.common.hub_upload import open_repository
+from gptlm.recipes.common.hub_upload import open_repository, upload_of
 from gptlm.recipes.pretrain.run import pretrain
 from tests.recipes.hub_server import READS, WRITES, Repository, serving
 from tests.recipes.test_text_source import BASE, lines, model  # noqa: F401 - fixtures
@@ -143,15 +144,15 @@ def test_answers_of_the_hub_and_its_absence_are_one_sentence(hub, words, monkeyp
     for path, status in (("/create", 403), ("/auth-check/", 403), ("/whoami", 500)):
         hub.refused = {path: status}
         with pytest.raises(GptlmError, match=rf"\({status} .*hidden.*\); ") as caught:
-            open_repository(run)
+            open_repository(upload_of(run))
         assert WRITES not in str(caught.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(GptlmError, match="--push_to_hub needs the network, and HF_HUB_OFFLINE is set"):
-        open_repository(run)
+        open_repository(upload_of(run))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(GptlmError, match="--push_to_hub cannot reach the hub .no connection to 127.0.0.1: "):
-        open_repository(run)
+        open_repository(upload_of(run))
 
 
 def test_flags_of_the_hub_are_honoured_or_have_a_reason(words):
@@ -235,3 +236,86 @@ def test_adapters_are_uploaded_without_the_path_of_their_base(hub, words, tmp_pa
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == base.rpartition("/")[2]
     assert not any(base.encode() in text for text in files.values())
     assert (tmp_path / "out" / "merged" / "model.safetensors").is_file()
+
+
+def folder_of(files, folder):
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_bytes(text)
+    return folder
+
+
+def test_merged_and_converted_models_are_uploaded(hub, model, tmp_path, monkeypatch, capfd):  # noqa: F811
+    adapters = GPT2LMHeadModel.from_pretrained(model)
+    adapters = get_peft_model(adapters, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    adapters.save_pretrained(tmp_path / "lora")
+    upload = ["--push_to_hub", "--hub_token", WRITES]
+    merge = ["merge-lora", "--lora_path", str(tmp_path / "lora"), "--model_name_or_path", str(model)]
+    merge += ["--output_path", str(tmp_path / "merged")]
+    assert main([*merge, *upload]) == 0
+    assert hub.repositories["ann/merged"].commits == ["Merge LoRA adapters"]
+    copy = folder_of(hub.repositories["ann/merged"].branches["main"], tmp_path / "copy")
+    assert torch.equal(logits(copy), logits(tmp_path / "merged"))
+    assert not torch.equal(logits(copy), logits(model))
+    convert = ["convert", "--from", str(tmp_path / "merged"), "--output", str(tmp_path / "converted")]
+    assert main([*convert, *upload, "--push_to_hub_model_id", "team/x", "--hub_private_repo"]) == 0
+    assert hub.repositories["team/x"].private
+    copy = folder_of(hub.repositories["team/x"].branches["main"], tmp_path / "copy2")
+    assert torch.equal(logits(copy), logits(tmp_path / "merged"))
+    assert ModelCard.load(copy / "README.md").data.library_name == "transformers"
+    for repository in hub.repositories.values():
+        for name, text in repository.branches["main"].items():
+            assert str(tmp_path).encode() not in text and WRITES.encode() not in text, name
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert main([*merge, *upload]) == 0  # again
+    assert WRITES not in "".join(capfd.readouterr())
+
+
+def test_a_gguf_file_is_uploaded_with_its_card(hub, model, tmp_path):  # noqa: F811
+    words = ["convert", "--from", str(model), "--to", "gguf", "--output", str(tmp_path / "gguf")]
+    assert main([*words, "--push_to_hub", "--hub_token", WRITES]) == 0
+    files = hub.repositories["ann/gguf"].branches["main"]
+    assert {*files} == {"README.md", "model-f16.gguf"}
+    assert files["model-f16.gguf"] == (tmp_path / "gguf" / "model-f16.gguf").read_bytes()
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.library_name == "gguf" and "llama-server -m model-f16.gguf" in card.text
+
+
+def test_a_failed_upload_of_a_result_loses_nothing(hub, model, tmp_path, capfd):  # noqa: F811
+    words = ["convert", "--from", str(model), "--output", str(tmp_path / "x"), "--push_to_hub"]
+    assert main([*words, "--hub_token", READS]) == 1
+    assert "the token of --hub_token may only read" in capfd.readouterr().err and not (tmp_path / "x").exists()
+    hub.refused["/commit/"] = 500
+    assert main([*words, "--hub_token", WRITES]) == 1
+    error = capfd.readouterr().err
+    assert f"the conversion is complete, but the model in {tmp_path / 'x'} could not be uploaded to ann/x" in error
+    assert (tmp_path / "x" / "model.safetensors").is_file() and WRITES not in error
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    hub.refused.clear()
+    assert main([*words, "--hub_token", WRITES]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["convert", "--to", "paddle", "--push_to_hub"], "--push_to_hub needs --to hf or gguf"),
+        (["convert", "--with_optimizer", "--push_to_hub"], "--push_to_hub does not work with --with_optimizer"),
+        (["convert", "--hub_model_id", "x"], "--hub_model_id has no effect without --push_to_hub"),
+        (["merge-lora", "--hub_private_repo"], "--hub_private_repo has no effect without --push_to_hub"),
+        (["merge-lora", "--push_to_hub", "--push_to_hub_organization", "x"], "give --hub_model_id ORGANIZATION/NAME"),
+        (["merge-lora", "--push_to_hub", "--hub_token", "a b"], "--hub_token"),
+        (["convert", "--check", "x", "--push_to_hub"], "--push_to_hub has no effect with --check"),
+    ],
+)
+def test_uploads_of_results_that_cannot_be_are_refused(words, said, capfd):
+    places = {"convert": ["--from", "a", "--output", "b"], "merge-lora": ["--lora_path", "a", "--output_path", "b"]}
+    assert main([*words, *([] if "--check" in words else places[words[0]])]) == 2
+    error = capfd.readouterr().err
+    assert said in error and "Traceback" not in error and "a b" not in error
+
+
+def test_the_printed_command_hides_the_token(model, tmp_path, capfd):  # noqa: F811
+    words = ["merge-lora", "--lora_path", "a", "--output_path", "b", "--model_name_or_path", str(model)]
+    main([*words, "--push_to_hub", "--hub_token", WRITES, "--print_config"])
+    printed = "".join(capfd.readouterr())
+    assert WRITES not in printed and "Traceback" not in printed

@@ -16,8 +16,10 @@ MODEL_RENAMED = {
     "model_id": "model_name_or_path",
     "pretrained_model_name_or_path": "model_name_or_path",
 }
+HUB_RENAMED = {"push_to_hub_model_id": "hub_model_id", "push_to_hub_token": "hub_token"}
 TRAINING_RENAMED = {
     **MODEL_RENAMED,
+    **HUB_RENAMED,
     "tokenizer": "tokenizer_name_or_path",
     "processing_class": "tokenizer_name_or_path",
     "per_device_batch_size": "per_device_train_batch_size",
@@ -32,8 +34,6 @@ TRAINING_RENAMED = {
     "checkpointing_steps": "save_steps",
     "save_only_model": "ignore_save_lr_and_optim",
     "enable_jit_checkpoint": "save_on_signal",
-    "push_to_hub_model_id": "hub_model_id",
-    "push_to_hub_token": "hub_token",
 }
 
 # An alias that sets other arguments for some of its values: value -> our arguments; a bare switch is "true".
@@ -133,11 +133,12 @@ MODEL_REFUSED: Refused = {
     "model_revision": (("", "main", "none"), "give a folder with the files of that revision"),
     "revision": (("", "main", "none"), "give a folder with the files of that revision"),
 }
+HUB_REFUSED: Refused = {"push_to_hub_organization": (EMPTY, "give --hub_model_id ORGANIZATION/NAME")}
 TRAINING_REFUSED: Refused = {
     **MODEL_REFUSED,
+    **HUB_REFUSED,
     "average_tokens_across_devices": (ON, LOSS),
     "optim_target_modules": (EMPTY, "one optimizer updates all weights; no optimizer that needs this is offered"),
-    "push_to_hub_organization": (EMPTY, "give --hub_model_id ORGANIZATION/NAME"),
     "accelerator_config": (EMPTY, "batches are split in one way; give the batch sizes"),
     "split_batches": (OFF, "--per_device_train_batch_size is per process; give --global_batch_size for all"),
     "parallelism_config": (EMPTY, "give --tensor_parallel_degree, --pipeline_parallel_degree and --sharding"),

@@ -35,6 +35,7 @@ from gptlm.model.tokenizer import fit_to_model, load_tokenizer, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
+from gptlm.recipes.common.hub_upload import Upload, uploading_result
 from gptlm.recipes.common.model import tokenizer_folder
 from gptlm.recipes.common.model_card import card_of_folder
 from gptlm.recipes.common.resume import check_output
@@ -100,21 +101,24 @@ def convert_checkpoint(path: Path, conversion: Conversion, *, may_grow: bool = F
         may_grow: allow a vocabulary size above the stored rows.
 
     Raises:
-        GptlmError: if it cannot be read or written, or the result computes something else.
+        GptlmError: if it cannot be read, written or uploaded, or the result computes something else.
     """
     output = Path(conversion.main.output or "")
     check_output("output", output)
-    arguments = {name: value for group in vars(conversion).values() for name, value in asdict(group).items()}
+    groups = (conversion.main, conversion.reading, conversion.writing)
+    arguments = {name: value for group in groups for name, value in asdict(group).items()}
     tokenizer = conversion.main.tokenizer_name_or_path
     inputs = (path, *([Path(tokenizer)] if tokenizer else []))
     by = maker("convert", arguments, inputs, overwrite=conversion.main.overwrite)
     check_folder("output", output, by)
-    with new_folder("output", output, by) as staging:
-        if lora.format_of(path):
-            _convert_adapters(path, staging, conversion)
-        else:
-            _convert_model(path, staging, conversion, may_grow)
-    logger.info("written to %s", output)
+    texts = tuple(str(place) for place in inputs)
+    with uploading_result(Upload(conversion.hub, output, "output", texts, "the conversion", "Convert the model")):
+        with new_folder("output", output, by) as staging:
+            if lora.format_of(path):
+                _convert_adapters(path, staging, conversion)
+            else:
+                _convert_model(path, staging, conversion, may_grow)
+        logger.info("written to %s", output)
 
 
 # Models -------------------------------------------------------------------------------------------------------------
@@ -181,6 +185,7 @@ def _write(source: Source, folder: Path, conversion: Conversion, tokenizer: PreT
         elif tokenizer is not None and conversion.main.to == "gguf":
             name = Path(conversion.main.source or "").name
             gguf.write_gguf(source, folder, tokenizer, kind=writing.gguf_type, name=name, done=bar.update)
+            card_of_folder(folder, "converted")
             return  # the file contains the tokenizer
         else:
             write_huggingface(source, folder, dtype, tokenizer, bar.update)

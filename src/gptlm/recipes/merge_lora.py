@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from gptlm import owned
 from gptlm.checkpoint.folder import start, writing
-from gptlm.config.args.convert import MergeArguments
+from gptlm.config.args.convert import Merge
 from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id
@@ -18,6 +18,7 @@ from gptlm.model.hub import model_folder
 from gptlm.model.tokenizer import fit_to_model, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
+from gptlm.recipes.common.hub_upload import Upload, uploading_result
 from gptlm.recipes.common.model_card import card_of_folder
 from gptlm.recipes.common.resume import check_output
 from gptlm.training.metrics.throughput import start_logging
@@ -27,26 +28,29 @@ logger = logging.getLogger(__name__)
 STAGING = ".merged.incomplete"
 
 
-def merge_lora(arguments: MergeArguments) -> None:
-    """Check the folders, then merge.
+def merge_lora(command: Merge) -> None:
+    """Check the folders and the repository of an upload, then merge.
 
     Raises:
-        GptlmError: as `merged` does, and if the output folder holds an input or files of others.
+        GptlmError: as `merged` and `uploading_result` do, and if the output folder holds an input or files of others.
     """
     start_logging(main_process=True)
     deepspeed_without_gpu()
     quiet_transformers()
+    arguments = command.main
     adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
     base = arguments.model_name_or_path or base_model_of(adapters)
     check_output("output_path", output)
     source = model_folder(base, base_hint(str(adapters)))
     by = maker("merge-lora", asdict(arguments), (adapters, Path(source)), overwrite=arguments.overwrite)
     check_folder("output_path", output, by)
-    model = merged(source, adapters, getattr(torch, arguments.dtype))
-    with new_folder("output_path", output, by) as staging:
-        save(*model, staging)
-        card_of_folder(staging, "merged with LoRA adapters", base)
-    logger.info("adapters of %s merged into %s: %s", adapters, source, output)
+    texts = (base, str(source), str(adapters))
+    with uploading_result(Upload(command.hub, output, "output_path", texts, "the merge", "Merge LoRA adapters")):
+        model = merged(source, adapters, getattr(torch, arguments.dtype))
+        with new_folder("output_path", output, by) as staging:
+            save(*model, staging)
+            card_of_folder(staging, "merged with LoRA adapters", base)
+        logger.info("adapters of %s merged into %s: %s", adapters, source, output)
 
 
 def merge_beside(base: str, run_folder: Path, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gptlm.config.args.hub import RepositoryArguments
 from gptlm.config.field import arg
 
 FORMS = ("hf", "megatron", "paddle", "gguf")
@@ -70,6 +71,7 @@ class Conversion:
     main: ConvertArguments
     reading: ReadingArguments
     writing: WritingArguments
+    hub: RepositoryArguments = RepositoryArguments()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +83,11 @@ class MergeArguments:
     output_path: str | None = arg(None, "folder for the merged model, new or empty (required)")
     overwrite: bool = arg(False, "replace what gptlm merge-lora wrote to the output folder before")
     dtype: str = arg("float32", "data type of the merged weights", choices=DTYPES)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A checked command that merges adapters."""
+
+    main: MergeArguments
+    hub: RepositoryArguments

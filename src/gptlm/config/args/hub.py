@@ -21,15 +21,18 @@ def bad_token(token: Secret) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubArguments:
+class RepositoryArguments:
     """Upload"""
 
     push_to_hub: bool = arg(
-        False, "upload the trained model to the HuggingFace hub, with tokenizer, model card, results and report"
+        False,
+        "upload the model to the HuggingFace hub, with tokenizer and model card, after a training also with results "
+        "and report",
     )
     hub_model_id: str | None = arg(
         None,
-        "repository to upload to, NAME or OWNER/NAME, created if it does not exist; unset: the name of --output_dir",
+        "repository to upload to, NAME or OWNER/NAME, created if it does not exist; unset: the name of the output "
+        "folder",
     )
     hub_token: Secret | None = arg(
         None,
@@ -40,12 +43,18 @@ class HubArguments:
     hub_private_repo: bool | None = arg(
         None, "the new repository is private, or public; unset: the default of its owner"
     )
+    hub_revision: str | None = arg(None, "branch to upload to, created if it does not exist; unset: main")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubArguments(RepositoryArguments):
+    """Upload"""
+
     hub_strategy: str = arg(
         "every_save",
         "when to upload; end: after training, every_save: also the model of each checkpoint, while training continues",
         check=bad_strategy,
     )
-    hub_revision: str | None = arg(None, "branch to upload to, created if it does not exist; unset: main")
     hub_always_push: bool = arg(
         False, "--hub_strategy every_save: wait for an upload that is not finished, do not skip the next one"
     )

@@ -1,8 +1,9 @@
-"""`--push_to_hub`: the trained model in a repository of the HuggingFace hub.
+"""`--push_to_hub`: a trained, merged or converted model in a repository of the HuggingFace hub.
 
-Checked before training (`open_repository`), uploaded after it. With `--hub_strategy every_save` another process uploads
-the model of each checkpoint meanwhile. Uploaded is what a stranger needs, without the paths of this machine: the model,
-its tokenizer and card, results and report; no optimizer state, no logs, and nothing that starts the run again.
+Checked before the work begins (`open_repository`), uploaded after it. With `--hub_strategy every_save` another process
+uploads the model of each checkpoint of a training meanwhile. Uploaded is what a stranger needs, without the paths of
+this machine: the model, its tokenizer and card, results and report; no optimizer state, no logs, and nothing that
+starts the run again.
 """
 
 import html
@@ -15,9 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from gptlm import owned
 from gptlm.checkpoint import folder as checkpoint
+from gptlm.config.args.hub import RepositoryArguments
 from gptlm.config.run import Run
 from gptlm.errors import GptlmError, UsageError, named, reason_of
 from gptlm.model.hub import require_network
@@ -56,13 +58,40 @@ class UploadFailed(GptlmError):
     """The run is complete, but its model is not on the hub."""
 
 
-def open_repository(run: Run) -> tuple[HfApi, str]:
+@dataclass(frozen=True)
+class Upload:
+    """A model that a command uploads.
+
+    Attributes:
+        folder: of the model.
+        flag: the argument that names `folder`.
+        texts: arguments of the command; the paths in them are not published.
+        work: that is complete before the upload, "the run".
+        message: of the commit.
+    """
+
+    hub: RepositoryArguments
+    folder: Path
+    flag: str
+    texts: tuple[str, ...]
+    work: str
+    message: str
+
+
+def upload_of(run: Run) -> Upload:
+    """The upload of a training run."""
+    values = [word for value in run.as_values().values() for word in (value if isinstance(value, list) else [value])]
+    texts = tuple(text for text in values if isinstance(text, str))
+    return Upload(run.hub, Path(run.training.output_dir or ""), "output_dir", texts, "the run", "End of training")
+
+
+def open_repository(upload: Upload) -> tuple[HfApi, str]:
     """The repository of `--push_to_hub` by its full name, created if it does not exist, and who writes to it.
 
     Raises:
         GptlmError: if the hub cannot be reached, or the token may not write there.
     """
-    hub, name = run.hub, _name(run)
+    hub, name = upload.hub, _name(upload)
     if constants.HF_HUB_OFFLINE:
         raise UsageError(
             f"{named('push_to_hub')} needs the network, and HF_HUB_OFFLINE is set; unset it, or leave "
@@ -98,9 +127,9 @@ def open_repository(run: Run) -> tuple[HfApi, str]:
     return api, repository
 
 
-def check_upload(run: Run) -> str:
+def check_upload(upload: Upload) -> str:
     """The address that the model will have on the hub. Raises as `open_repository`."""
-    api, repository = open_repository(run)
+    api, repository = open_repository(upload)
     address = f"{api.endpoint}/{repository}"
     logger.info("the model will be uploaded to %s", address)
     return address
@@ -128,7 +157,25 @@ def uploading(run: Run, hooks: Hooks = NO_HOOKS) -> Iterator[Hooks]:
         uploads.wait()
     finally:
         uploads.stop()
-    _upload(run)
+    upload = upload_of(run)
+    _upload(upload, upload.folder / STAGING)
+
+
+@contextmanager
+def uploading_result(upload: Upload) -> Iterator[None]:
+    """Around a command that makes the folder of `upload` as its result: uploaded at the end, checked before.
+
+    Raises:
+        GptlmError: as `open_repository`, before the block.
+        UploadFailed: after the block; the result is complete then.
+    """
+    if not upload.hub.push_to_hub:
+        yield
+        return
+    check_upload(upload)
+    yield
+    folder = upload.folder.resolve()
+    _upload(upload, folder.with_name(f".{folder.name}{STAGING}"))
 
 
 def _uploads_checkpoints(run: Run) -> bool:
@@ -136,25 +183,30 @@ def _uploads_checkpoints(run: Run) -> bool:
     return run.hub.hub_strategy == "every_save" and run.training.checkpoint_format != "sharded"
 
 
-def _upload(run: Run) -> None:
-    folder, hub = Path(run.training.output_dir or ""), run.hub
+def _upload(upload: Upload, staging: Path) -> None:
+    """Upload the model, with the files to send in the new folder `staging`. Raises UploadFailed."""
+    folder, hub = upload.folder, upload.hub
     logger.info("uploading the model in %s", folder)
-    repository, token = hub.hub_model_id or _name(run), ""
+    repository, token = hub.hub_model_id or _name(upload), ""
     try:
-        api, repository = open_repository(run)
+        api, repository = open_repository(upload)
         token = str(api.token)
-        with _public_files(folder, run) as staging:
+        try:
+            _stage(folder, staging, upload.texts)
             api.upload_folder(
-                repo_id=repository, folder_path=staging, revision=hub.hub_revision, commit_message="End of training"
+                repo_id=repository, folder_path=staging, revision=hub.hub_revision, commit_message=upload.message
             )
+        finally:
+            owned.remove(staging.parent, staging.name)
+            owned.end(staging.parent, [])  # no listing stays beside a result
     except Exception as error:  # see `_asking`
         words = ["hf", "upload", repository, str(folder), *(w for name in NOT_PUBLIC for w in ("--exclude", name))]
         words += ["--private"] if hub.hub_private_repo else []
         words += ["--revision", hub.hub_revision] if hub.hub_revision else []
         reason = error.marked if isinstance(error, GptlmError) else _reason(error, token)
         raise UploadFailed(
-            f"the run is complete, but the model in {folder} could not be uploaded to {repository} ({reason}); this "
-            f"uploads it: {shlex.join(words)}"
+            f"{upload.work} is complete, but the model in {folder} could not be uploaded to {repository} ({reason}); "
+            f"this uploads it: {shlex.join(words)}"
         ) from error
     logger.info("the model is on the hub: %s/%s", api.endpoint, repository)
 
@@ -166,14 +218,15 @@ class CheckpointUploads(TrainerCallback):
     """
 
     def __init__(self, run: Run):
-        self.run, self.folder = run, Path(run.training.output_dir or "")
+        self.hub, self.upload = run.hub, upload_of(run)
+        self.folder = self.upload.folder
         self.process: subprocess.Popen | None = None
         self.step, self.token = 0, ""
         self.target: tuple[HfApi, str] | None = None
         self.errors = tempfile.TemporaryFile()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.process is not None and self.process.poll() is None and not self.run.hub.hub_always_push:
+        if self.process is not None and self.process.poll() is None and not self.hub.hub_always_push:
             logger.info("the model of step %d is not uploaded: that of step %d still is", state.global_step, self.step)
             return
         with not_held():
@@ -188,15 +241,16 @@ class CheckpointUploads(TrainerCallback):
             logger.warning("the model of step %d is not uploaded: %s; training continues", self.step, reason_of(error))
 
     def _start(self, saved: Path) -> None:
-        self.target = self.target or open_repository(self.run)
+        self.target = self.target or open_repository(self.upload)
         api, repository = self.target
         self.token = str(api.token)
         message = f"Training in progress, step {self.step}"
-        staging = _stage(saved, self.folder, self.run)
+        staging = self.folder / STAGING
+        _stage(saved, staging, self.upload.texts)
         self.errors.truncate(0)
         self.errors.seek(0)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROCESS, repository, str(staging), self.run.hub.hub_revision or "", message],
+            [sys.executable, "-c", PROCESS, repository, str(staging), self.hub.hub_revision or "", message],
             env={**os.environ, "HF_TOKEN": self.token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -229,16 +283,16 @@ class CheckpointUploads(TrainerCallback):
         self.errors.close()
 
 
-def _name(run: Run) -> str:
+def _name(upload: Upload) -> str:
     """The name of the repository as given, or that of the output folder. Raises UsageError."""
-    given = run.hub.hub_model_id
-    name = given or Path(run.training.output_dir or "").absolute().name
+    given = upload.hub.hub_model_id
+    name = given or upload.folder.absolute().name
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         shown = name if len(name) <= 100 else f"{name[:40]}... ({len(name)} characters)"
         reason = reason_of(error).partition(": '")[0]
-        what = f"{named('hub_model_id')} {shown}" if given else f"the name of {named('output_dir')}, {shown},"
+        what = f"{named('hub_model_id')} {shown}" if given else f"the name of {named(upload.flag)}, {shown},"
         raise UsageError(f"{what} is no name of a repository: {reason}; give {named('hub_model_id')} NAME") from error
     return name
 
@@ -286,22 +340,17 @@ def _reason(error: Exception, token: str) -> str:
     return reason.replace(token, HIDDEN) if token else reason
 
 
-@contextmanager
-def _public_files(folder: Path, run: Run) -> Iterator[Path]:
-    try:
-        yield _stage(folder, folder, run)
-    finally:
-        owned.remove(folder, STAGING)
+def _stage(source: Path, staging: Path, texts: Iterable[str]) -> None:
+    """Make the folder `staging` with the files of `source` to upload: links, and texts without local paths.
 
-
-def _stage(source: Path, output_dir: Path, run: Run) -> Path:
-    """A folder in `output_dir` with the files of `source` to upload: links, and texts without local paths."""
-    staging = output_dir / STAGING
+    Args:
+        texts: arguments of the command, which may hold local paths.
+    """
     checkpoint.start(staging)
-    paths = _local_paths(run)
+    paths = _local_paths(source, texts)
     for path in source.iterdir():
         is_public = owned.MODEL_FILE.fullmatch(path.name) or REWRITTEN.fullmatch(path.name)
-        if not is_public or not path.is_file():
+        if not (is_public or path.suffix == ".gguf") or not path.is_file():
             continue
         if REWRITTEN.fullmatch(path.name):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -313,14 +362,12 @@ def _stage(source: Path, output_dir: Path, run: Run) -> Path:
             os.link(path, staging / path.name)
         except OSError:  # a file system without links
             shutil.copyfile(path, staging / path.name)
-    return staging
 
 
-def _local_paths(run: Run) -> list[str]:
+def _local_paths(source: Path, texts: Iterable[str]) -> list[str]:
     """Folders of this machine that texts may name, each before those that contain it, as JSON and HTML write them."""
-    values = [word for value in run.as_values().values() for word in (value if isinstance(value, list) else [value])]
-    given = [Path(word) for text in values if isinstance(text, str) for word in text.split() if word.startswith("/")]
-    given.append(Path(run.training.output_dir or "").absolute())
+    given = [Path(word) for text in texts for word in text.split() if word.startswith("/")]
+    given += [source.absolute(), source.absolute().parent]
     folders = {Path.cwd(), Path.home(), *(path.parent for path in given), *(path.resolve().parent for path in given)}
-    texts = sorted((str(folder) for folder in folders if folder != Path("/")), key=len, reverse=True)
-    return [form for text in texts for form in dict.fromkeys([text, json.dumps(text)[1:-1], html.escape(text)])]
+    found = sorted((str(folder) for folder in folders if folder != Path("/")), key=len, reverse=True)
+    return [form for text in found for form in dict.fromkeys([text, json.dumps(text)[1:-1], html.escape(text)])]

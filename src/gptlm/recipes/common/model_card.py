@@ -27,6 +27,7 @@ class CardFacts:
         made: ends the sentence "It was ... with gptlm", such as "fine-tuned".
         base: name of the base model on the hub; None: there is none, or it is a local folder.
         datasets: names of datasets on the hub.
+        gguf: name of the file that holds the model, for llama.cpp.
         settings: name -> value of the training.
         metrics: name of a result -> value.
     """
@@ -36,6 +37,7 @@ class CardFacts:
     datasets: Sequence[str] = ()
     tags: Sequence[str] = ()
     adapters: bool = False
+    gguf: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -83,7 +85,9 @@ def card_text(facts: CardFacts) -> str:
     title, what = ("LoRA adapters",) * 2 if facts.adapters else ("GPT-2 model", "A GPT-2 model")
     parts = [f"---\n{data.to_yaml()}\n---", owned.CARD_MARK, f"# {title}", f"{what}, {facts.made}{of} with gptlm."]
     parts += _sections(facts)
-    if not facts.adapters:
+    if facts.gguf:
+        parts.append(f"## Use\n\n```bash\nllama-server -m {facts.gguf} --jinja\n```")
+    elif not facts.adapters:
         code = 'from transformers import pipeline\n\ngenerate = pipeline("text-generation", model=".")'
         parts.append(f"## Use\n\n```python\n{code}\n```")
     return "\n\n".join(parts) + "\n"
@@ -94,7 +98,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
     return ModelCardData(
         base_model=facts.base,
         datasets=list(facts.datasets) or None,
-        library_name="peft" if facts.adapters else "transformers",
+        library_name="peft" if facts.adapters else "gguf" if facts.gguf else "transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", "gptlm", *facts.tags],
         metrics=list(dict.fromkeys(found)) or None,
@@ -176,4 +180,6 @@ def card_of_folder(folder: Path, made: str, base: str | None = None) -> None:
     Args:
         base: name of the base model, which the card names if it is one of the hub.
     """
-    write_card(folder, CardFacts(made, base=_hub_name(base), adapters=is_adapter(folder)))
+    gguf = next((path.name for path in folder.glob("*.gguf")), None)
+    tags = ["gguf"] if gguf else []
+    write_card(folder, CardFacts(made, _hub_name(base), tags=tags, adapters=is_adapter(folder), gguf=gguf))

@@ -33,7 +33,7 @@ from gptlm.recipes.common.acceleration import Acceleration, check_flat_grad_sync
 from gptlm.recipes.common.deepspeed import deepspeed_config, shard_degree
 from gptlm.recipes.common.device import Device, choose_arithmetic, choose_device, use_device
 from gptlm.recipes.common.hooks import Hooks
-from gptlm.recipes.common.hub_upload import check_upload
+from gptlm.recipes.common.hub_upload import check_upload, upload_of
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.model import log_weights_source
 from gptlm.recipes.common.model_card import checkpoint_card, write_run_card
@@ -124,7 +124,7 @@ def check_run(
     choose_arithmetic(run.training, device)
     check_flat_grad_sync(run, device)
     if run.hub.push_to_hub and training.do_train:
-        told_by_main(peers, "the repository on the hub", lambda: check_upload(run))
+        told_by_main(peers, "the repository on the hub", lambda: check_upload(upload_of(run)))
     return device, resume
 
 
