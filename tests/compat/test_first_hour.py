@@ -1,5 +1,7 @@
 """What users of run_clm.py, TRL, LLaMA-Factory and litgpt type first: an effect, a reason, or what to type instead."""
 
+import shlex
+
 import pytest
 
 from gptlm.commands.pretrain import PRETRAIN
@@ -140,3 +142,105 @@ def test_a_yaml_file_of_llama_factory(tmp_path):
 def test_run_clm_from_scratch(words, meant):
     found = parse(PRETRAIN, words.split())
     assert {name: found.value(name) for name in meant} == meant
+
+
+AXOLOTL = """
+base_model: gpt2
+load_in_4bit: false
+datasets:
+  - path: rows.jsonl
+    type: alpaca
+val_set_size: 0.1
+output_dir: ./my out
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+sequence_len: 512
+sample_packing: true
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_torch
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+wandb_project:
+evals_per_epoch: 4
+special_tokens:
+  pad_token: <|endoftext|>
+"""
+LITGPT = """
+checkpoint_dir: gpt2
+out_dir: out
+precision: bf16-true
+quantize: bnb.nf4
+devices: 1
+lora_r: 32
+lora_query: true
+data:
+  class_path: litgpt.data.JSON
+  init_args:
+    json_path: rows.jsonl
+    mask_prompt: false
+    val_split_fraction: 0.05
+train:
+  epochs: 4
+  micro_batch_size: 2
+  max_steps:
+  log_interval: 1
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args:
+    lr: 0.0002
+    betas: [0.9, 0.95]
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "text", "meant", "without"),
+    [
+        ("axolotl", AXOLOTL, {
+            "model_name_or_path": "gpt2", "dataset_name_or_path": "rows.jsonl", "val_size": 0.1, "lora": True,
+            "output_dir": "./my out", "lora_rank": 16, "lora_target_modules": ["all-linear"], "max_length": 512,
+            "zero_padding": True, "per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 2e-4,
+            "bf16": True, "recompute": True, "load_in_4bit": False, "optim": "adamw_torch",
+        }, "datasets.type, evals_per_epoch, special_tokens.pad_token"),
+        ("litgpt", LITGPT, {
+            "model_name_or_path": "gpt2", "output_dir": "out", "dataset_name_or_path": "rows.jsonl", "lora": True,
+            "lora_rank": 32, "load_in_4bit": True, "fp16_opt_level": "O2", "train_on_prompt": True, "val_size": 0.05,
+            "num_train_epochs": 4, "per_device_train_batch_size": 2, "max_steps": None, "learning_rate": 2e-4,
+        }, "lora_query, train.log_interval, optimizer.betas"),
+    ],
+)  # fmt: skip
+def test_yaml_of_axolotl_and_litgpt_is_refused_with_its_flags(library, text, meant, without, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    for vocabulary in (SFT, PRETRAIN):
+        with pytest.raises(UsageError, match=f"x.yaml is a configuration of {library}, which is not read") as caught:
+            parse(vocabulary, ["-c", str(path)])
+        flags, _, rest = (
+            str(caught.value).partition("gptlm sft ")[2].partition("; without a flag of the same meaning: ")
+        )
+        assert rest == without
+        found = parse(SFT, shlex.split(flags))  # what the message says can be typed
+        defaults = parse(SFT, [])
+        wanted = {name: defaults.value(name) if value is None else value for name, value in meant.items()}
+        assert {name: found.value(name) for name in wanted} == wanted
+
+
+def test_yaml_for_pretraining_is_refused_with_flags_of_pretraining(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("base_model: gpt2\npretraining_dataset:\n  - path: owner/name\nsequence_len: 128\nmax_steps: 5\n")
+    with pytest.raises(UsageError) as caught:
+        parse(PRETRAIN, [str(path)])
+    found = parse(PRETRAIN, shlex.split(str(caught.value).partition("gptlm pretrain ")[2]))
+    assert (found.value("dataset_name"), found.value("max_seq_length"), found.value("max_steps")) == (
+        "owner/name",
+        128,
+        5,
+    )
+
+
+def test_a_command_without_sections_says_what_its_files_hold(tmp_path):
+    (tmp_path / "x.yaml").write_text("train:\n  epochs: 1\n")
+    with pytest.raises(UsageError, match="x.yaml has sections.*lines of FLAG: VALUE"):
+        parse(SFT, [str(tmp_path / "x.yaml")])

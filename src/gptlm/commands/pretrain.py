@@ -16,6 +16,7 @@ from gptlm.compat.defaults import (
     move_load,
 )
 from gptlm.compat.fleetx.translate import training_arguments
+from gptlm.compat.other_yaml import refuse_other_yaml
 from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.derive import derive_actions, derive_evaluations, name_auto_parallel
@@ -36,6 +37,7 @@ PRETRAIN = Vocabulary(
     settings=transformers.TRAINING_SETTINGS,
     alias_values=megatron.VALUES | transformers.TRAINING_VALUES,
     sections=training_arguments,
+    check_tree=refuse_other_yaml,
 )
 
 

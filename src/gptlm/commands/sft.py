@@ -7,6 +7,7 @@ from gptlm.checkpoint.task import SFT as WHOLE
 from gptlm.compat import litgpt, llamafactory, paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
+from gptlm.compat.other_yaml import refuse_other_yaml
 from gptlm.config.adapters import derive_adapters
 from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.sft import LoraArguments, SftArguments
@@ -53,6 +54,7 @@ SFT = Vocabulary(
     alias_values=transformers.TRAINING_VALUES | llamafactory.SFT_VALUES | litgpt.SFT_VALUES,
     defaults={"min_learning_rate": "lr_decay_ratio x learning_rate"},
     fixed=FIXED,
+    check_tree=refuse_other_yaml,
 )
 
 

@@ -63,6 +63,7 @@ class Arguments:
     from_sections: bool = False
 
 
+CheckTree = Callable[[str, dict[str, Any]], None]  # a YAML file and what it holds; raises UsageError to refuse it
 ReadSections = Callable[[str, list[str]], Arguments]  # a configuration file with sections, and its -o overrides
 
 
@@ -94,24 +95,31 @@ def as_texts(value: object) -> tuple[str, ...]:
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
-def read_arguments(argv: list[str], read_sections: ReadSections | None, known: set[str]) -> Arguments:
+def read_arguments(
+    argv: list[str], read_sections: ReadSections | None, known: set[str], check_tree: CheckTree | None = None
+) -> Arguments:
     """The arguments of `argv`. Those of the file it names come first, so that the command line takes precedence.
 
     Args:
         read_sections: reads a FleetX configuration; None: the command takes none.
         known: the arguments of the command; a mapping under one of them is its value, not a section.
+        check_tree: refuses YAML files of other libraries.
 
     Raises:
         UsageError: if the file cannot be used.
     """
     files, overrides, rest = _files_of(argv)
-    found = _file_arguments(files, overrides, read_sections, known)
+    found = _file_arguments(files, overrides, read_sections, known, check_tree)
     found.given += _split(rest, found.problems)
     return found
 
 
 def _file_arguments(
-    files: list[str], overrides: list[str], read_sections: ReadSections | None, known: set[str]
+    files: list[str],
+    overrides: list[str],
+    read_sections: ReadSections | None,
+    known: set[str],
+    check_tree: CheckTree | None,
 ) -> Arguments:
     if not files:
         if overrides:
@@ -127,9 +135,14 @@ def _file_arguments(
         path, note = find(path)
         notes += [note] if note else []
         tree = load_yaml(path)
+        if check_tree is not None:
+            check_tree(path, tree)
         if has_sections(tree, known):
             if read_sections is None:
-                raise UsageError(f"{path} is a configuration of FleetX, which pretrain, evaluate and predict read")
+                raise UsageError(
+                    f"{path} has sections, as a configuration of FleetX, which pretrain, evaluate and predict read; "
+                    "this command reads lines of FLAG: VALUE"
+                )
             found = read_sections(path, overrides)
             return replace(found, notes=[*notes, *found.notes], from_sections=True)
         given = list(yaml_arguments(tree))

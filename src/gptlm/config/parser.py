@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gptlm.config.field import LARGEST
-from gptlm.config.files import Argument, ReadSections, canonical, read_arguments
+from gptlm.config.files import Argument, CheckTree, ReadSections, canonical, read_arguments
 from gptlm.config.origin import DEFAULT, Origin, Source
 from gptlm.config.problem import Problem
 from gptlm.errors import UsageError, with_flags_shown
@@ -43,6 +43,7 @@ class Vocabulary:
         defaults: argument -> its default in this command, for --help, where it is not the field's.
         fixed: argument -> why it cannot be changed in this command, for --help.
         sections: reads a FleetX configuration for this command; None: the command takes none.
+        check_tree: refuses YAML files of other libraries.
     """
 
     groups: tuple[type, ...]
@@ -54,6 +55,7 @@ class Vocabulary:
     defaults: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, str] = field(default_factory=dict)
     sections: ReadSections | None = None
+    check_tree: CheckTree | None = None
 
     def flags(self) -> dict[str, tuple[Field, Any]]:
         """Name -> (field, type) of every argument."""
@@ -158,7 +160,7 @@ class Parsed:
         values = {f.name: getattr(group, f.name) for group in self.groups.values() for f in fields(group)}
         sources = {name: source.text for name, source in self.sources.items()}
         refusals = [f"this version refuses to run it: {line}" for line in self.refusals]
-        return json.dumps({"run": values, "from": sources, "notes": [*self.notes, *refusals]}, indent=1)
+        return json.dumps({"run": values, "from": sources, "notes": [*self.notes, *refusals]}, indent=1, default=str)
 
 
 def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
@@ -167,7 +169,7 @@ def parse(vocabulary: Vocabulary, argv: Sequence[str]) -> Parsed:
     Raises:
         UsageError: listing everything that is wrong.
     """
-    found = read_arguments(list(argv), vocabulary.sections, vocabulary.names())
+    found = read_arguments(list(argv), vocabulary.sections, vocabulary.names(), vocabulary.check_tree)
     reader = _Reader(vocabulary)
     reader.parsed.notes += found.notes
     problems = [*found.problems]
