@@ -11,7 +11,7 @@ import pytest
 
 from gptlm.commands.pretrain import parse_pretrain
 from gptlm.data import cache as cache_module
-from gptlm.data import indexed
+from gptlm.data import indexed, shuffle
 from gptlm.data import order as order_module
 from gptlm.data.blocks import BlocksWithDocuments, build_split
 from gptlm.data.cache import IndexCache
@@ -76,6 +76,7 @@ def originals(sizes, first, last, *, num_samples, seq_length, seed, data_order):
 def test_blocks_on_disk_give_the_arrays_of_the_originals(tmp_path, monkeypatch, data_order, block):
     monkeypatch.setattr(order_module, "BLOCK_OF_DOCUMENTS", block)
     monkeypatch.setattr(cache_module, "IN_MEMORY", 0)
+    monkeypatch.setattr(shuffle, "MIN_COMPILED", 0)
     rng, separate = np.random.RandomState(block), 0
     for number in range(25):
         sizes = rng.randint(1, 40, rng.randint(2, 60)).astype(np.int32)

@@ -2,13 +2,12 @@
 
 import hashlib
 import itertools
-import logging
 
 import numpy as np
 import pytest
 
 from gptlm.data import blend
-from gptlm.data.blend import BlendedDataset, _compiled, _loop, blend_order, blend_size, normalise, part_samples
+from gptlm.data.blend import BlendedDataset, blend_order, blend_size, normalise, part_samples
 from gptlm.data.blocks import BlockDataset
 from gptlm.data.cache import IndexCache
 from gptlm.data.indexed import open_tokens
@@ -256,43 +255,6 @@ def test_fleetx_keeps_documents_in_file_order():
     first = np.arange(together, dtype=np.uint32)
     rng.shuffle(first)
     assert order.shuffle[:together].tolist() == first.tolist()
-
-
-def test_the_compiled_loop_of_a_blend_is_the_loop_of_the_originals():
-    """Bit for bit, ties included: weights of few values tie all the time; up to 254 corpora."""
-    compiled = _compiled()
-    assert compiled is not None  # CI has a C compiler
-    rng = np.random.RandomState(0)
-    for number, count in enumerate([1, 2, 3, 10, 254, *rng.randint(2, 30, 40)]):
-        weights = np.array(normalise((rng.rand(count) ** 3 if number % 2 else rng.randint(1, 5, count)).tolist()))
-        found = []
-        for loop, cuts in ((compiled, [0, 2000]), (_loop, [0, 2000]), (compiled, [0, 1, 700, 2000])):
-            taken = np.zeros(count, np.int64)
-            parts = [loop(weights, taken, first, last - first) for first, last in itertools.pairwise(cuts)]
-            found.append(np.concatenate(parts))
-            assert found[-1].dtype == np.uint8 and np.array_equal(np.bincount(found[-1], minlength=count), taken)
-        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-    assert compiled(np.array([0.5, 0.5]), np.zeros(2, np.int64), 0, 0).tolist() == []
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "echo"])  # missing, failing, writing nothing
-def test_without_a_compiler_a_blend_takes_python(compiler, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("gptlm"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="gptlm")
-    monkeypatch.setenv("CC", compiler)
-    monkeypatch.setattr(blend, "MIN_COMPILED", 10)
-    _compiled.cache_clear()
-    try:
-        parts = blend_order([0.25, 0.75], 8)
-        blend_order([0.25, 0.75], 8)
-        blend_order([0.25, 0.75], 10)
-        blend_order([0.25, 0.75], 10)
-    finally:
-        _compiled.cache_clear()
-    # lags at i = 0: 0.25, 0.75 -> 1; 1: 0.25, -0.25 -> 0; 2: -0.5, 0.5 -> 1; 3: -0.25, 0.25 -> 1; 4: 0, 0 -> 0 (tie)
-    assert parts.tolist() == [1, 0, 1, 1, 0, 1, 1, 1]
-    said = {id(record) for record in caplog.records if "computed in Python" in record.getMessage()}
-    assert len(said) == 1  # a record is listed twice where pytest's handler is on two loggers of its path
 
 
 def test_the_order_of_a_blend_is_kept(tmp_path, monkeypatch):

@@ -1,29 +1,17 @@
 """Mixing corpora by weight, in the order of the originals' `build_blending_indices`."""
 
-import ctypes
-import logging
 import math
-import os
-import shlex
-import subprocess
-import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gptlm.data.cache import Arrangement, IndexCache
+from gptlm.data.loops import compiled_loops
 from gptlm.data.token_file import BLOCK, Numbers, StoredArray
 from gptlm.errors import GptlmError
 
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("blend.c")
-COMPILER_FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off")  # no flag that changes how sums are rounded
-COMPILE_SECONDS = 60
 MIN_COMPILED = 50_000  # samples; the Python loop takes less time for fewer than compiling
 
 MARGIN = 1.005  # each part gives half a percent more samples than its share, as in the originals
@@ -94,35 +82,18 @@ def _loop(weights: np.ndarray, taken: np.ndarray, first: int, size: int) -> np.n
     return parts
 
 
-@lru_cache(maxsize=1)
 def _compiled() -> Loop | None:
-    """`_loop` in C, about 50 times faster; None, with a log message, where it cannot be compiled."""
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    try:
-        with tempfile.TemporaryDirectory(prefix="gptlm-") as folder:  # not shared with other processes
-            library = str(Path(folder) / "blend.so")
-            command = [*compiler, *COMPILER_FLAGS, "-o", library, str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
-            function = ctypes.CDLL(library).blend_order
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.info("the order of the blend is computed in Python, 2 s per million samples (%s)", _reason(error))
+    """`_loop` in C, about 50 times faster; None where it cannot be compiled."""
+    loops = compiled_loops()
+    if loops is None:
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes, function.restype = [pointer, number, number, number, pointer, pointer], None
 
     def loop(weights: np.ndarray, taken: np.ndarray, first: int, size: int) -> np.ndarray:
         parts = np.empty(size, np.uint8)
-        function(weights.ctypes.data, len(weights), first, size, taken.ctypes.data, parts.ctypes.data)
+        loops.blend_order(weights, len(weights), first, size, taken, parts)
         return parts
 
     return loop
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"no C compiler {error.filename!r}"
-    lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-    return lines[0] if lines else str(error) or type(error).__name__
 
 
 class PartSamples:

@@ -5,7 +5,7 @@ One algorithm with small differences by `data_order`:
     megatron-core         split bounds are rounded each on its own
     fleetx                documents stay in file order (FleetX and PaddleFleetX of 2022), only samples are shuffled
 
-Pure numpy, closed forms instead of the originals' C++ loops. Sources of the rules: PaddleNLP 2.8.1
+Closed forms in numpy instead of the originals' C++ loops. Sources of the rules: PaddleNLP 2.8.1
 `paddlenlp/data/causal_dataset.py`; Megatron-LM `megatron/data/gpt_dataset.py`, `helpers.cpp`; megatron-core 0.16
 `core/datasets`; PaddleFleetX `ppfleetx/data/dataset/gpt_dataset.py` of November 2022.
 
@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from gptlm.data.cache import Arrangement
+from gptlm.data.shuffle import shuffle
 from gptlm.data.token_file import Numbers, blocks_of
 from gptlm.errors import GptlmError, named
 
@@ -154,7 +155,7 @@ def _ranges(
                 "fewer steps or with a smaller global batch"
             ) from error
         if rng is not None:
-            rng.shuffle(numbers)
+            shuffle(rng, numbers)
         yield numbers
         del numbers  # before the next one is made
 
