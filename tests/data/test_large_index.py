@@ -174,7 +174,7 @@ def test_memory_for_ten_million_documents(tmp_path):
     assert found["build"]["peak_mib"] < 80 and found["read"]["peak_mib"] < 20
 
 
-@pytest.mark.slow  # 10 GB on disk, some 6 minutes
+@pytest.mark.slow  # 10 GB on disk, some 4 minutes
 @pytest.mark.parametrize("data_order", ["paddlenlp", "fleetx"])
 def test_memory_for_a_trillion_tokens(tmp_path, data_order):
     found = measured(tmp_path, 100, 10_000_000, "--data_order", data_order)
