@@ -67,7 +67,8 @@ def command(tiny_model, corpus_folder, tmp_path, monkeypatch, capfd):
         code = cli.main(["pretrain", *map(str, data), *WORDS, *map(str, words)])
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
         assert not list(output.rglob("*.lock")) and not list(output.rglob("*.incomplete*"))
-        return code, capfd.readouterr().err, output
+        run.log, error = capfd.readouterr()
+        return code, error, output
 
     return run
 
@@ -182,6 +183,15 @@ def test_after_the_last_step_the_model_is_written(command):
     code, error, output = command(sender=Sender("on_train_end", 12))
     assert (code, error) == (143, "gptlm pretrain: ended by SIGTERM\n")
     assert (output / "model.safetensors").exists()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again_and_says_so(command):
+    code, _, output = command(sender=Sender("on_step_end", 3, signal.SIGINT))
+    says = f"no checkpoint in {output} yet: training starts at step 0 (--save_strategy and --save_steps"
+    assert code == 130 and says not in command.log and not checkpoint.folders(output)
+    code, error, _ = command()
+    assert (code, error) == (0, "")
+    assert says in command.log
 
 
 def test_ctrl_c_saves_nothing(command):

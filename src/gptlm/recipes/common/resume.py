@@ -18,6 +18,7 @@ from gptlm.disk import new_folders
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.locks import locked
 from gptlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, shape_of_config
+from gptlm.owned import RUN_LOG
 from gptlm.ranks import is_main_process
 from gptlm.recipes.common.main_process_first import told_by_main
 from gptlm.recipes.common.output_folder import read_checkpoints
@@ -116,8 +117,12 @@ def find_resume_checkpoint(
                 f"{output_dir} holds a model but no checkpoint to resume from; give another --output_dir, or "
                 "--overwrite_output_dir to replace it"
             )
-        if asked:
-            logger.info("no checkpoint in %s yet: training starts at step 0", output_dir)
+        if asked or (output_dir / RUN_LOG).exists():
+            logger.info(
+                "no checkpoint in %s yet: training starts at step 0 (--save_strategy and --save_steps set when one is "
+                "saved)",
+                output_dir,
+            )
     elif found.manifest.weights_only and not training.ignore_load_lr_and_optim:
         raise GptlmError(
             f"the checkpoint {found.path} holds weights only (ignore_save_lr_and_optim); start a new run from it with "
