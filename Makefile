@@ -26,8 +26,9 @@ help:
 
 install: $(STAMP)
 $(STAMP): pyproject.toml requirements/constraints.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "gptlm needs Python 3.11 or newer: make PYTHON=python3.11"'
+	@$(PYTHON) -c 'import sys; sys.exit("gptlm needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the other libraries, some minutes without output"
 	$(BIN)/python -m pip install -q -c requirements/constraints.txt torch==2.13.0
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
 	touch $(STAMP)
