@@ -2,8 +2,9 @@
 
     failing.py HOW RANK WHEN COMMAND [argument ...]
 
-HOW: "kill", "stop" (SIGSTOP), "full" (no file may grow beyond 20,000 bytes from then on) or "late" (it fails never, and
-starts two seconds after the others when they are restarted).
+HOW: "kill", "stop" (SIGSTOP), "full" (no file may grow beyond 20,000 bytes from then on), "node" (with its launcher),
+"alone" (it waits until it gets SIGTERM, if it is the only process, and handles that as commands do) or "late" (it fails
+never, and starts two seconds after the others when they are restarted).
 "HOW@nodes": each process is alone on a node whose file system has no locks, in the folder nodeRANK if that exists; the
 clock of node 1 is a day behind.
 WHEN: "step N", when that step has ended; "evaluation", at its first batch; or a part of a path, when it is opened.
@@ -16,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 from transformers import TrainerCallback
 
@@ -24,12 +26,18 @@ from gptlm.commands.sft import parse_sft
 from gptlm.errors import GptlmError
 from gptlm.failures import is_lost_process
 from gptlm.recipes.common.hooks import Hooks
+from gptlm.signals import Terminated, ending_on_signals, installed
 
 
 def fail(how: str) -> None:
     if how == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif how == "alone":
+        while os.environ["WORLD_SIZE"] == "1" and (handler := installed()) and handler.received is None:
+            time.sleep(0.1)
     else:
+        if how == "node":
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
@@ -98,7 +106,10 @@ def main(how: str, rank: str, when: str, command: str, *words: str) -> int:
 
             sys.addaudithook(at_path)
     try:
-        run(command, list(words), callbacks)
+        with ending_on_signals(is_launched=True) if how == "alone" else nullcontext():
+            run(command, list(words), callbacks)
+    except Terminated as signalled:
+        return signalled.reported(command)
     except GptlmError as error:
         print(f"rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
         return error.exit_code
