@@ -51,6 +51,17 @@ def import_commands() -> None:
             import_module(f"gptlm.recipes.{recipe}")
 
 
+def measure_coverage() -> None:
+    """Start coverage where pytest measures it; processes that this one forks go on with it, and save at their end.
+
+    Not all environments run the .pth file with which coverage starts in new interpreters.
+    """
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        import coverage
+
+        coverage.process_startup()
+
+
 def serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork a process for each request; returns the request in the new process, None when no more will come."""
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread"
@@ -180,6 +191,7 @@ FIRST_PATH = list(sys.path)
 
 if __name__ == "__main__":
     die_with(int(sys.argv[2]))
+    measure_coverage()
     import_commands()
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
     while asked is not None and "modules" in asked:

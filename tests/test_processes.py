@@ -1,5 +1,6 @@
 """A forked process does what a new interpreter does."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -7,7 +8,9 @@ import sys
 import time
 
 import pytest
+from coverage import CoverageData
 
+from gptlm.planner.report import plan
 from tests.processes import ROOT, Forked, clean_environment, run, start
 
 SHOW = """
@@ -130,3 +133,29 @@ def test_nothing_outlives_the_session(tmp_path):
     while any(os.path.exists(f"/proc/{int(pid)}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(os.path.exists(f"/proc/{int(pid)}") for pid in pids)
+
+
+MEASURED = """
+import sys
+from tests.processes import run
+WORDS = "plan --num_hidden_layers 4 --hidden_size 64 --num_attention_heads 4 --max_seq_length 16 --max_steps 3"
+def test_plan():
+    done = run([sys.executable, "-m", "gptlm", *WORDS.split()])
+    assert done.returncode == 0, done.stderr
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]])
+def test_coverage_counts_what_a_forked_command_runs(workers, tmp_path):
+    (tmp_path / "test_measured.py").write_text(MEASURED)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_sessionfinish\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--cov", "--cov-report=", *workers]
+    command += ["-c", ROOT / "pyproject.toml", f"--cov-config={ROOT / 'pyproject.toml'}", tmp_path]
+    environment = {**clean_environment(PYTHONPATH=ROOT), "COVERAGE_FILE": str(tmp_path / "measured")}
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    data = CoverageData(str(tmp_path / "measured"))
+    data.read()
+    lines, first = inspect.getsourcelines(plan)
+    assert set(data.lines(inspect.getsourcefile(plan)) or ()) & set(range(first + 1, first + len(lines)))
