@@ -173,6 +173,21 @@ def test_scripts_of_other_frameworks_are_replaced(words, wanted):
     assert found.notes[0].startswith(f"{name} is ") and f"gptlm {wanted[-1]} runs instead" in found.notes[0]
 
 
+def test_a_command_of_gptlm_is_launched_by_its_name():
+    found = plan("--nproc_per_node 2 --log_dir sft pretrain --max_steps 3 --input_dir x.py")
+    assert found.torchrun() == [*ALONE, "2", *PRETRAIN, "--max_steps", "3", "--input_dir", "x.py"]
+    assert (str(found.log_dir), found.notes) == ("sft", ())
+    assert plan("evaluate --task TEXT").torchrun() == [*ALONE, "1", "-m", "gptlm", "evaluate", "--task", "TEXT"]
+    assert plan("--log_dir predict x.py sft").torchrun() == [*ALONE, "1", "x.py", "sft"]
+
+
+@pytest.mark.parametrize("script", ["sft", "-m gptlm sft", "-m gptlm.cli sft"])
+def test_a_token_reaches_our_processes_by_their_environment(script):
+    found = plan(f"{script} --max_steps 3 --hub_token abc")
+    assert found.secrets == {"HF_TOKEN": "abc"} and "abc" not in found.torchrun()
+    assert plan("x.py --hub_token abc").secrets == {}  # a script of others may read it from its own command line
+
+
 @pytest.mark.parametrize("words", ["x.py", "-m gptlm sft", "-m some.module", "./x.py a.py -m b"])
 def test_any_other_script_runs_unchanged(words):
     found = plan(words)
@@ -194,7 +209,10 @@ def test_flags_without_effect_are_noted():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gpus 0,1", "no script to launch: after the launcher's flags give FILE.py or -m MODULE"),
+        (
+            "--gpus 0,1",
+            "no script to launch: after the launcher's flags give FILE.py, -m MODULE, or a command such as pretrain",
+        ),
         ("--gpus 0,1 -m", "no script to launch"),
         ("--gpus 0,1 y.py", "the script y.py does not exist"),
         ("--gpu 0 --devises 0 x.py", "--devises is unknown; did you mean --devices"),

@@ -17,7 +17,7 @@ from gptlm.config.problem import Problem, usage_error
 from gptlm.config.run import tried
 from gptlm.errors import UsageError, named
 from gptlm.launcher import aliases
-from gptlm.launcher.script import ONE_PROCESS, is_ours, program, split_command
+from gptlm.launcher.script import ONE_PROCESS, OURS, is_ours, program, split_command
 from gptlm.secret import hidden, without_secrets
 
 DEFAULT_PORT = 29500
@@ -25,8 +25,9 @@ LOOPBACK = "127.0.0.1"
 CARD = r"\d+|(?:GPU|MIG)-[\w/-]+"
 HELP = """
 One process per GPU. On several nodes, run the same command on each.
-[FILE.json] and the launcher's arguments come first, then a script (FILE.py or -m MODULE) and its arguments. A whole
-command that begins with python -m paddle.distributed.launch or python -m oneflow_gpt.training is accepted too."""
+[FILE.json] and the launcher's arguments come first, then one of pretrain, sft, evaluate and predict, or a script
+(FILE.py or -m MODULE), with its arguments. A whole command that begins with python -m paddle.distributed.launch or
+python -m oneflow_gpt.training is accepted too."""
 
 
 def bad_devices(text: str) -> str | None:
@@ -188,7 +189,7 @@ def parse_launch(
 def _launch_arguments(script: Sequence[str], words: Sequence[str]) -> list[str]:
     """The launcher's arguments among a script's: OneFlow's training script launches itself."""
     name = Path(script[-1]).name if script else ""
-    pretrains = name in ("pretrain", "run_pretrain.py") or (name == "gptlm" and list(words[:1]) == ["pretrain"])
+    pretrains = name in ("pretrain", "run_pretrain.py") or (name in OURS and list(words[:1]) == ["pretrain"])
     accepted = aliases.LAUNCH_WORDS_OF_PRETRAIN if pretrains else aliases.LAUNCH_WORDS_OF_SCRIPTS
     found: list[str] = []
     inside = False

@@ -16,6 +16,8 @@ SCRIPTS = {
     "finetune_generation.py": "sft",
     "scripts/evaluate.py": "evaluate",
 }
+COMMANDS = ("pretrain", "sft", "evaluate", "predict")  # gptlm's own that run in several processes
+OURS = ("gptlm", "gptlm.cli")  # modules
 MODULES = {"oneflow_gpt.training": "pretrain"}
 ONE_PROCESS = MODULES  # these start one process on each node unless their arguments name a number
 PYTHON = re.compile(r"python[\d.]*")
@@ -24,13 +26,15 @@ IMPORTS_OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:paddle|paddlenlp
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The launcher's flags, the script (`X.py`, or `-m` and a module; none: []), and the script's flags."""
+    """The launcher's flags, the script (`X.py`, `-m` and a module, or gptlm's command; none: []), and its flags."""
     words = _without_launcher(argv)
     for index, word in enumerate(words):
         if word == "-m":
             return _without_python(words[:index]), words[index : index + 2], words[index + 2 :]
         if word.endswith(".py") and not word.startswith("-"):
             return _without_python(words[:index]), [word], words[index + 1 :]
+        if word in COMMANDS and not (index and words[index - 1].startswith("-")):  # after a flag it is a value
+            return words[:index], [word], words[index + 1 :]
     return words, [], []
 
 
@@ -60,8 +64,12 @@ def program(script: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
         UsageError: if there is none, or its file does not exist.
     """
     if not script or script == ["-m"]:
-        raise UsageError("no script to launch: after the launcher's flags give FILE.py or -m MODULE")
+        raise UsageError(
+            "no script to launch: after the launcher's flags give FILE.py, -m MODULE, or a command such as pretrain"
+        )
     name = script[-1]
+    if name in COMMANDS:
+        return ("-m", "gptlm", name), None
     if len(script) == 2:
         command, reason = MODULES.get(name), "another framework's"
     else:
@@ -80,5 +88,5 @@ def program(script: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
 def is_ours(script: Sequence[str]) -> bool:
     """Whether `script`, as `program` returns it, is a command of gptlm: its module, or a file that starts one."""
     if len(script) > 1:
-        return script[1] == "gptlm"
+        return script[1] in OURS
     return STARTS_COMMAND.search(Path(script[0]).read_text(encoding="utf-8", errors="replace")) is not None
