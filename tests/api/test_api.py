@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import gptlm
 from gptlm.cli import main
@@ -233,3 +233,65 @@ def test_the_stub_names_what_the_package_has():
         gptlm.finetune  # noqa: B018
     code = "import sys, gptlm; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_metric_of_the_caller_chooses_the_best_checkpoint(model, tmp_path, capsys):  # noqa: F811
+    values = iter([0.5, 0.9, 0.1])
+    flags = COMMON | {
+        "model_name_or_path": model, "train_dataset": ROWS, "eval_dataset": ROWS[:5], "eval_steps": 1,
+        "evaluation_strategy": "steps", "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }  # fmt: skip
+    result = gptlm.sft(
+        **flags,
+        compute_metrics=lambda _: {"score": next(values)},
+        metric_for_best_model="score",
+        output_dir=tmp_path / "a",
+    )
+    state = result.trainer.state
+    assert (state.best_global_step, state.best_metric) == (2, 0.9)
+    saved = load_file(tmp_path / "a" / "checkpoint-2" / "model.safetensors")
+    final = load_file(tmp_path / "a" / "model.safetensors")
+    assert all(torch.equal(saved[name], final[name]) for name in saved)
+    with pytest.raises(gptlm.UsageError, match="metric_for_best_model 'score': expected loss, ppl"):
+        gptlm.sft(**flags | {"preprocess_logits_for_metrics": None}, metric_for_best_model="score", output_dir=tmp_path)
+    with pytest.raises(gptlm.GptlmError, match="skore"):
+        gptlm.sft(
+            **flags, compute_metrics=lambda _: {"score": 1.0}, metric_for_best_model="skore", output_dir=tmp_path / "b"
+        )
+
+
+@pytest.mark.parametrize("name", ["hits", "my_loss"])
+def test_pretraining_stops_early_by_a_metric_of_the_caller(name, model, tmp_path):  # noqa: F811
+    values = iter([3.0, 2.0, 1.0] if name == "hits" else [1.0, 2.0, 3.0])  # worse with each evaluation
+    result = gptlm.pretrain(
+        model_name_or_path=model, train_dataset=TEXTS, eval_dataset=TEXTS, max_seq_length=8, output_dir=tmp_path,
+        continue_training=True, eval_steps=1, evaluation_strategy="steps", eval_iters=1, early_stopping_patience=1,
+        compute_metrics=lambda _: {name: next(values)}, metric_for_best_model=name,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1), max_steps=3, device="cpu",
+    )  # fmt: skip
+    assert result.trainer.state.global_step == 2 and result.trainer.state.best_global_step == 1
+
+
+def test_messages_are_continued_as_stock_transformers_does(model, tmp_path):  # noqa: F811
+    tuned = gptlm.sft(
+        model_name_or_path=model, train_dataset=ROWS, output_dir=tmp_path, chat_template="chatml", **COMMON
+    )
+    messages = [{"role": "user", "content": f"{WORDS[0]} {WORDS[1]}"}]
+    stock, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    wanted = stock.generate(**ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, ids["input_ids"].shape[1] :]
+    ends = stock.generation_config.eos_token_id
+    wanted = [number for number in wanted.tolist() if number not in (ends if isinstance(ends, list) else [ends])]
+    flags = {"tokenizer": tuned.tokenizer, "tgt_length": 4, "device": "cpu"}
+    (one,) = gptlm.generate(tuned.model, messages, **flags)
+    assert one.prompt == messages and one.token_ids == wanted
+    assert gptlm.generate(tuned.model, [messages, messages], **flags) == [one, one]
+    assert [found.prompt for found in gptlm.generate(tuned.model, [messages, "a text"], **flags)] == [
+        messages,
+        "a text",
+    ]
+    with pytest.raises(gptlm.GptlmError, match="unknown role 'x'"):
+        gptlm.generate(tuned.model, [{"role": "x", "content": "a"}], **flags)
+    with pytest.raises(gptlm.UsageError, match="prompts hold int; expected texts, or lists of messages"):
+        gptlm.generate(tuned.model, [1], **flags)

@@ -1,5 +1,6 @@
 """`gptlm.load`, `gptlm.generate` and `gptlm.evaluate`."""
 
+import json
 from collections.abc import Iterable
 from os import PathLike
 from typing import Any
@@ -16,15 +17,18 @@ from gptlm.commands.evaluate import EVALUATE, parse_evaluate
 from gptlm.commands.predict import PREDICT, parse_predict
 from gptlm.compat.auto_convert import with_conversions
 from gptlm.config.args.inference import PredictArguments
+from gptlm.data.conversations import parse_conversation
 from gptlm.data.text_files import check_text
 from gptlm.errors import UsageError, doing
-from gptlm.inference.generation import check_rows, continue_rows, encode_prompts, numbered, text_of
+from gptlm.inference.generation import check_rows, continue_rows, numbered, text_of
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.ranks import world_size
+from gptlm.recipes.common.prompts import Prompt
 from gptlm.recipes.evaluate import evaluate as evaluate_recipe
 from gptlm.recipes.predict import load as load_for_predict
-from gptlm.recipes.predict import log_to, sampling_of, uses_graph
+from gptlm.recipes.predict import log_to, prompt_rows, sampling_of, uses_graph
 
+Messages = list[dict[str, Any]]
 Model = str | PathLike[str] | PreTrainedModel | PeftModel
 NOT_HERE = ("prompt", "input_file", "output_file", "overwrite", "serve", "host", "port")  # of a command, not a function
 
@@ -49,7 +53,7 @@ def load(path: str | PathLike[str], **flags: Any) -> Loaded:
 
 def generate(
     model: Model,
-    prompts: str | Iterable[str],
+    prompts: str | Messages | Iterable[str | Messages],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **flags: Any,
@@ -58,7 +62,7 @@ def generate(
 
     Args:
         model: a folder or built-in name, or a model of this package from `load` or a training.
-        prompts: one or several.
+        prompts: one or several; messages, {"role": ..., "content": ...}, are rendered in the chat template.
         tokenizer: that of a `model` object.
         flags: those of `gptlm predict --help`, without dashes: `tgt_length`, `batch_size`, `do_sample`, `seed`, ...
 
@@ -69,9 +73,7 @@ def generate(
         UsageError: for a wrong argument.
         GptlmError: for a prompt without tokens or that is too long, or if the model cannot be read.
     """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if wrong := next((text for text in texts if not isinstance(text, str)), None):
-        raise UsageError(f"prompts hold {type(wrong).__name__}; expected texts")
+    given = _list_of(prompts)
     if unused := next((name for name in NOT_HERE if name in flags), None):
         raise UsageError(f"{unused} is for the command; prompts go to the function, and it returns what it generates")
     if flags.get("tensor_parallel_degree") is not None:
@@ -79,20 +81,12 @@ def generate(
     is_path = isinstance(model, (str, PathLike))
     arguments, notes = _predict_arguments(model if is_path else "model", flags)
     log_to(notes)
-    if not texts:
+    if not given:
         return []
-    names = numbered(len(texts))
-    for name, text in zip(names, texts, strict=True):
-        check_text(text, name)
+    names = numbered(len(given))
+    asked = [_prompt_of(one, name) for one, name in zip(given, names, strict=True)]
     network, used = load_for_predict(arguments) if is_path else _given(model, tokenizer)
-    rows = encode_prompts(
-        used,
-        texts,
-        arguments.src_length,
-        names,
-        truncation_side=arguments.truncation_side,
-        allow_special_tokens=arguments.allow_special_tokens,
-    )
+    rows = prompt_rows(arguments, used, asked)
     check_rows(rows, network.config.n_positions, network.config.vocab_size, arguments.tgt_length, names)
     torch.manual_seed(arguments.seed)
     was_training = network.training
@@ -112,8 +106,31 @@ def generate(
             new = list(found)
     finally:
         network.train(was_training)
-    owners = [text for text in texts for _ in range(arguments.num_return_sequences)]
-    return [Generation(text, text_of(used, ids), ids) for text, ids in zip(owners, new, strict=True)]
+    owners = [prompt for prompt in given for _ in range(arguments.num_return_sequences)]
+    return [Generation(prompt, text_of(used, ids), ids) for prompt, ids in zip(owners, new, strict=True)]
+
+
+def _list_of(prompts: str | Messages | Iterable[str | Messages]) -> list[str | Messages]:
+    """One prompt for each continuation. Raises UsageError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found: list[Any] = list(prompts)
+    if found and all(isinstance(one, dict) for one in found):
+        return [found]
+    for one in found:
+        if not isinstance(one, (str, list)):
+            raise UsageError(f"prompts hold {type(one).__name__}; expected texts, or lists of messages")
+    return found
+
+
+def _prompt_of(given: str | Messages, name: str) -> Prompt:
+    """Raises GptlmError for a text that is not valid Unicode, and for messages of another form."""
+    if isinstance(given, str):
+        check_text(given, name)
+        return Prompt(name, given)
+    text = json.dumps(given, ensure_ascii=False, default=str)
+    check_text(text, name)
+    return Prompt(name, text, parse_conversation(given, name))
 
 
 def evaluate(

@@ -47,11 +47,12 @@ class Generation:
     """A continuation.
 
     Attributes:
+        prompt: as it was given, a text or messages.
         text: without the prompt.
         token_ids: of the new tokens, without the one that ended them.
     """
 
-    prompt: str
+    prompt: str | list[dict[str, Any]]
     text: str
     token_ids: list[int]
 

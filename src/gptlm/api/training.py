@@ -78,7 +78,9 @@ def pretrain(
         words = words_of(PRETRAIN, {**flags, **added}, config)
         check_processes()
         words, why = with_conversions(lambda: with_layout(words, os.environ), convert_first)
-        run = with_conversions(lambda: parse_pretrain(words, os.environ), convert_first)
+        run = with_conversions(
+            lambda: parse_pretrain(words, os.environ, own_metrics=compute_metrics is not None), convert_first
+        )
         if run.launch:
             raise UsageError("the arguments ask for several processes: start the Python script with torchrun")
         return _run(pretrain_recipe, run, hooks, (why,) if why else ())
@@ -134,7 +136,9 @@ def sft(
             added |= _evaluating(flags)
         words = words_of(SFT, {**flags, **added}, config)
         check_processes()
-        run = with_conversions(lambda: parse_sft(words, os.environ), convert_first)
+        run = with_conversions(
+            lambda: parse_sft(words, os.environ, own_metrics=compute_metrics is not None), convert_first
+        )
         return _run(sft_recipe, run, hooks)
 
 

@@ -19,7 +19,7 @@ from gptlm.compat.fleetx.translate import training_arguments
 from gptlm.compat.other_yaml import refuse_other_yaml
 from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.training import DataArguments, ModelArguments, ParallelArguments, TrainingArguments
-from gptlm.config.derive import derive_actions, derive_evaluations, name_auto_parallel
+from gptlm.config.derive import derive_actions, derive_evaluations, derive_own_metric, name_auto_parallel
 from gptlm.config.model_size import drop_tokenizer_class, find_model
 from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed, Vocabulary, parse
@@ -41,11 +41,14 @@ PRETRAIN = Vocabulary(
 )
 
 
-def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> PretrainRun:
+def parse_pretrain(
+    argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False, own_metrics: bool = False
+) -> PretrainRun:
     """The run that `argv` and the launcher's `environment` describe.
 
     Args:
         printing: the run is for --print_config: `--world_size` counts, folders that are not given are in `missing`.
+        own_metrics: the caller measures metrics beside the loss, of which one may choose the best checkpoint.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -61,6 +64,8 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
     derive_actions(parsed)
     apply_evaluation_alias(parsed)
     derive_evaluations(parsed)
+    if own_metrics:
+        derive_own_metric(parsed)
     drop_tokenizer_class(parsed, "tokenizer_name_or_path", parsed[ModelArguments].model_name_or_path)
     tried(lambda: take_own_folder(parsed, TASK), problems)
     tried(lambda: _derive_weights(parsed), problems)
@@ -70,7 +75,7 @@ def parse_pretrain(argv: Sequence[str], environment: Mapping[str, str], *, print
         source,
         printing,
         problems,
-        lambda: pretrain_problems(parsed, printing),
+        lambda: pretrain_problems(parsed, printing, own_metrics),
         length_flag="max_seq_length",
         global_evaluation=mode != "paddlenlp",
     )

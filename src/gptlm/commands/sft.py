@@ -58,11 +58,14 @@ SFT = Vocabulary(
 )
 
 
-def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False) -> SftRun:
+def parse_sft(
+    argv: Sequence[str], environment: Mapping[str, str], *, printing: bool = False, own_metrics: bool = False
+) -> SftRun:
     """The run that `argv` and the launcher's `environment` describe.
 
     Args:
         printing: the run is for --print_config.
+        own_metrics: the caller measures metrics of other names, too, of which one may choose the best checkpoint.
 
     Raises:
         UsageError: listing everything that is wrong.
@@ -94,7 +97,7 @@ def parse_sft(argv: Sequence[str], environment: Mapping[str, str], *, printing: 
         source,
         printing,
         problems,
-        lambda: fine_tuning_problems(parsed, source),
+        lambda: fine_tuning_problems(parsed, source, own_metrics),
         length_flag="max_length",
     )
     return SftRun(

@@ -187,6 +187,19 @@ def derive_evaluations(parsed: Parsed) -> None:
         parsed.put(replace(training, metric_for_best_model="loss"), derived(wanted))
 
 
+def derive_own_metric(parsed: Parsed) -> None:
+    """The direction of a metric that the caller of `pretrain` measures."""
+    training = parsed[TrainingArguments]
+    metric = training.metric_for_best_model
+    if metric and training.greater_is_better is None:
+        parsed.put(replace(training, greater_is_better=more_is_better(metric)), derived(metric))
+
+
+def more_is_better(metric: str) -> bool:
+    """The direction of a metric that gptlm does not know, as transformers guesses it."""
+    return not metric.endswith("loss")
+
+
 def wants_best(training: TrainingArguments) -> str | None:
     """The argument that compares evaluations, if there is one."""
     if training.load_best_model_at_end:

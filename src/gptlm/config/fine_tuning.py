@@ -7,6 +7,7 @@ from pathlib import Path
 from gptlm.config.adapters import LORA_ONLY, adapter_problems
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
+from gptlm.config.derive import more_is_better
 from gptlm.config.model_size import ModelSource, find_model
 from gptlm.config.origin import derived
 from gptlm.config.parser import Parsed, shown
@@ -133,11 +134,16 @@ def derive_fine_tuning(parsed: Parsed) -> None:
     metric = (training.metric_for_best_model or "").removeprefix("eval_")
     if metric and training.greater_is_better is None:
         training = parsed[TrainingArguments]
-        parsed.put(replace(training, greater_is_better=metric in MORE_IS_BETTER), derived(metric))
+        more = metric in MORE_IS_BETTER or (metric not in LESS_IS_BETTER and more_is_better(metric))
+        parsed.put(replace(training, greater_is_better=more), derived(metric))
 
 
-def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator[Problem]:
-    """What can be wrong with fine-tuning alone."""
+def fine_tuning_problems(parsed: Parsed, source: ModelSource | None, own_metrics: bool = False) -> Iterator[Problem]:
+    """What can be wrong with fine-tuning alone.
+
+    Args:
+        own_metrics: the caller measures metrics of other names, too.
+    """
     model, data = parsed[ModelArguments], parsed[SftArguments]
     training = parsed[TrainingArguments]
     if training.do_predict and not (training.do_train or training.do_eval):
@@ -162,7 +168,7 @@ def fine_tuning_problems(parsed: Parsed, source: ModelSource | None) -> Iterator
     yield from _sequence_problems(parsed, data)
     yield from _data_problems(data)
     yield from _paddle_compat_problems(parsed, data)
-    yield from _metric_problems(training, data)
+    yield from _metric_problems(training, data, own_metrics)
 
 
 def fine_tuning_refusals(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
@@ -236,10 +242,10 @@ def _paddle_compat_problems(parsed: Parsed, data: SftArguments) -> Iterator[Prob
         )
 
 
-def _metric_problems(training: TrainingArguments, data: SftArguments) -> Iterator[Problem]:
+def _metric_problems(training: TrainingArguments, data: SftArguments, own_metrics: bool) -> Iterator[Problem]:
     metric = (training.metric_for_best_model or "").removeprefix("eval_")
     known = (*LESS_IS_BETTER, *MORE_IS_BETTER)
-    if metric and metric not in known:
+    if metric and metric not in known and not own_metrics:
         yield Problem("metric_for_best_model", f"{metric!r}: expected {', '.join(known)}")
     if metric in GENERATED and (not data.eval_with_do_generation or data.generate_num == 0):
         yield Problem(

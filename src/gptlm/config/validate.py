@@ -66,13 +66,18 @@ def problems_of(parsed: Parsed, dims: ParallelDims | None, source: ModelSource |
     return [*problems, *missing_folder(parsed, "output_dir", "the folder for results", printing)]
 
 
-def pretrain_problems(parsed: Parsed, printing: bool) -> Iterator[Problem]:
-    """What can be wrong with pretraining alone."""
+def pretrain_problems(parsed: Parsed, printing: bool, own_metrics: bool = False) -> Iterator[Problem]:
+    """What can be wrong with pretraining alone.
+
+    Args:
+        own_metrics: the caller measures metrics beside the loss.
+    """
     training = parsed[TrainingArguments]
     metric = training.metric_for_best_model
-    if wants_best(training) and training.do_train and metric not in ("loss", "eval_loss"):
+    of_caller = own_metrics and metric not in (None, "loss", "eval_loss")
+    if wants_best(training) and training.do_train and metric not in ("loss", "eval_loss") and not of_caller:
         yield Problem("metric_for_best_model", f"{metric!r}: pretraining evaluates the loss only")
-    if training.greater_is_better:
+    if training.greater_is_better and not of_caller:
         yield Problem("greater_is_better", "true: the metric of pretraining is the loss, of which less is better")
     length, degree = parsed[DataArguments].max_seq_length, max(parsed[ParallelArguments].tensor_parallel_degree, 1)
     if parsed[ParallelArguments].sequence_parallel and length % degree:
@@ -91,6 +96,10 @@ def _pretraining_data(parsed: Parsed, printing: bool) -> Iterator[Problem]:
         yield from missing_folder(parsed, "input_dir", what, printing)
     elif len(given) > 1:
         yield Problem(given[0], f"and {named(given[1])} each name the data; give one of them")
+    if data.validation_file and not data.train_file:
+        yield Problem("validation_file", f"needs {named('train_file')}; other data is divided by {named('split')}")
+    elif data.validation_file and parsed.given("split"):
+        yield Problem("validation_file", f"and {named('split')} each say what is evaluated on; give one of them")
     for name in ("dataset_config", "dataset_split", "streaming"):
         if parsed.given(name) and not data.dataset_name:
             parsed.note(f"{named(name)} has no effect without {named('dataset_name')}")

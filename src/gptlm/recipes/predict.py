@@ -73,7 +73,7 @@ def _predict(arguments: PredictArguments, peers: Peers | None) -> list[str]:
     model, tokenizer = load(arguments, device, mesh)
 
     def encode() -> str:
-        rows, names = _encode(arguments, tokenizer, found), [prompt.place for prompt in found]
+        rows, names = prompt_rows(arguments, tokenizer, found), [prompt.place for prompt in found]
         check_rows(rows, model.config.n_positions, model.config.vocab_size, arguments.tgt_length, names)
         built_in = [prompt.text for prompt in found] == list(DEFAULT_PROMPTS)
         single = arguments.batch_size == arguments.num_beams == arguments.num_return_sequences == 1
@@ -103,7 +103,9 @@ def _predict(arguments: PredictArguments, peers: Peers | None) -> list[str]:
     return texts
 
 
-def _encode(arguments: PredictArguments, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> list[list[int]]:
+def prompt_rows(
+    arguments: PredictArguments, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> list[list[int]]:
     """The ids of each prompt, at most `src_length`; conversations are rendered in the chat template."""
     plain = [prompt for prompt in prompts if prompt.conversation is None]
     found = iter(

@@ -24,7 +24,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from gptlm.checkpoint import folder as checkpoint
 from gptlm.checkpoint.manifest import Manifest
-from gptlm.errors import GptlmError
+from gptlm.errors import GptlmError, named
 from gptlm.signals import Terminated, held, installed, not_held
 from gptlm.training.grad_sync import offload_error
 from gptlm.training.metrics.loss import TrainLoss
@@ -291,6 +291,7 @@ def _log_evaluate_save(
         trainer.log(logs, begun)
     is_long = trainer.control.should_evaluate or trainer.control.should_save
     if trainer.control.should_evaluate and (metrics := _evaluate(trainer, trial, ignore_keys)) is not None:
+        _check_metric(trainer.args.metric_for_best_model, metrics)
         is_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_best
@@ -300,6 +301,14 @@ def _log_evaluate_save(
         stop.agree()
     trainer.throughput.exclude(time.perf_counter() - started)
     return last_logged
+
+
+def _check_metric(name: str | None, metrics: dict[str, float]) -> None:
+    """Raises GptlmError if the metric of the best model was not measured, which transformers says as a KeyError."""
+    key = name if name is None or name.startswith("eval_") else f"eval_{name}"
+    if key is not None and key not in metrics:
+        measured = ", ".join(found.removeprefix("eval_") for found in metrics if found.startswith("eval_"))
+        raise GptlmError(f"{named('metric_for_best_model')} {name} was not measured; measured were {measured}")
 
 
 def _evaluate(trainer: Any, trial: Any, ignore_keys: list[str] | None) -> dict[str, float] | None:
