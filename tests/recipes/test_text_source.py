@@ -132,3 +132,45 @@ def test_what_is_wrong_is_said(parsed, lines, tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=says):
             parsed(*words)
     assert any("--streaming has no effect without" in note for note in parsed("--train_file", "x", "--streaming").notes)
+
+
+def test_a_validation_file_is_what_is_evaluated(model, lines, tmp_path):
+    """The losses are those of token files whose split is at the boundary of the two texts."""
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS[3:10], "", *TEXTS[40:44]]))
+    both = tmp_path / "both.jsonl"
+    both.write_text(lines.read_text() + held.read_text())
+    words = ["--input_path", both, "--output_prefix", tmp_path / "tokens" / "t", "--model_name_or_path", model]
+    preprocess(parse_preprocess([str(word) for word in [*words, "--append_eos"]]))
+    at = BASE.index("--split")
+    base = [*BASE[:at], *BASE[at + 2 :], "--do_eval", "--eval_iters", "3", "--model_name_or_path", model]
+    base += ["--data_cache", tmp_path / "cache"]
+
+    def run(output, *more):
+        return parse_pretrain([str(word) for word in [*base, "--output_dir", tmp_path / output, *more]], {})
+
+    of_files = run("a", "--train_file", lines, "--validation_file", held)
+    pretrain(of_files)
+    pretrain(run("b", "--input_dir", tmp_path / "tokens", "--split", "60,11,0"))
+    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in "ab"]
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+    resolved = with_token_files(of_files)  # from the cache
+    assert resolved.data.split == "60,11,0"
+    assert resolved.data.input_dir != with_token_files(run("c", "--train_file", lines)).data.input_dir
+    again = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert again["validation_file"] == str(held)
+    with pytest.raises(GptlmError, match="--validation_file: there is no text under 'text'"):
+        empty = tmp_path / "empty.jsonl"
+        empty.write_text('{"text": ""}\n')
+        with_token_files(run("d", "--train_file", lines, "--validation_file", empty))
+    for more, says in (
+        (
+            ("--train_file", lines, "--validation_file", held, "--split", "8,1,1"),
+            "--validation_file and --split each say",
+        ),
+        (("--dataset_name", "x", "--validation_file", held), "--validation_file needs --train_file"),
+        (("--input_dir", "x", "--eval_dataset", held), "--eval_dataset needs --train_file"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            run("e", *more)

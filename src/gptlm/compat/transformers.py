@@ -154,7 +154,7 @@ TRAINING_REFUSED: Refused = {
     "config_overrides": (EMPTY, "give the sizes as flags: --num_hidden_layers, --hidden_size, --num_attention_heads"),
 }
 
-ONE_CORPUS = "train, valid and test are parts of one corpus: give its data and --split 949,50,1"
+ONE_CORPUS = "train, valid and test are shares of one corpus: give --split 95,5,0 for 5 percent, or --validation_file"
 PRETRAIN_RENAMED = {
     **TRAINING_RENAMED,
     "block_size": "max_seq_length",
@@ -163,6 +163,8 @@ PRETRAIN_RENAMED = {
     "context_length": "max_seq_length",
     "config_name": "model_name_or_path",
     "train_dataset": "train_file",
+    "eval_dataset": "validation_file",
+    "eval_dataset_name_or_path": "validation_file",
     "dataset_name_or_path": "dataset_name",
     "dataset_config_name": "dataset_config",
     "dataset_train_split": "dataset_split",
@@ -176,7 +178,7 @@ PRETRAIN_IGNORED = {word: why for word, why in TRAINING_IGNORED.items() if "stre
 PRETRAIN_REFUSED: Refused = TRAINING_REFUSED | {
     "group_by_length": (OFF, "samples all have --max_seq_length tokens"),
     "train_sampling_strategy": (("", "random"), "the sample order follows from --seed"),
-    **dict.fromkeys(("validation_file", "eval_dataset", "eval_dataset_name_or_path", "val_size"), (EMPTY, ONE_CORPUS)),
+    "val_size": (EMPTY, ONE_CORPUS),
     **dict.fromkeys(("validation_split_percentage", "eval_split_ratio", "test_size"), (EMPTY, ONE_CORPUS)),
     "max_train_samples": (EMPTY, "give --max_steps, the samples divided by the global batch size"),
     "max_eval_samples": (EMPTY, "give --eval_iters, the batches of an evaluation"),

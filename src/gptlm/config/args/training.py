@@ -89,6 +89,10 @@ class DataArguments:
         "text to encode and train on, in place of --input_dir: file, folder or quoted glob, "
         "as the input of gptlm preprocess",
     )
+    validation_file: str | None = arg(
+        None,
+        "--train_file: text to evaluate on, all of it, in place of --split; then all of --train_file is trained on",
+    )
     dataset_name: str | None = arg(
         None, "dataset to encode and train on, in place of --input_dir: name on the HuggingFace hub, or local folder"
     )

@@ -94,6 +94,8 @@ def inputs_of(run: Run) -> Iterator[tuple[str, str, Path]]:
     elif isinstance(run, PretrainRun) and not run.data.input_dir:
         if text := run.data.train_file or run.data.dataset_name:
             yield "train_file" if run.data.train_file else "dataset_name", "data", Path(text)
+        if run.data.validation_file:
+            yield "validation_file", "data", Path(run.data.validation_file)
     elif isinstance(run, PretrainRun):
         for _, prefix in parse_input(run.data.input_dir or ""):
             yield "input_dir", "data", Path(prefix).parent

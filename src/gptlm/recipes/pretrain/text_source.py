@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,22 @@ FORMAT = 1  # of the cached folders; other ones are built again
 CACHE = "gptlm-tokens"  # folder below that of `datasets`, or in the output folder
 NAME = "text"  # of the token files
 
-Batches = Callable[[], Iterator[Batch]]
+
+@dataclass(frozen=True)
+class Part:
+    """Text to encode.
+
+    Attributes:
+        what: identifies its content.
+        flag: that named it.
+        size: bytes; 0: unknown.
+        batches: reads it.
+    """
+
+    what: dict[str, Any]
+    flag: str
+    size: Callable[[], int]
+    batches: Callable[[], Iterator[Batch]]
 
 
 def with_token_files(run: PretrainRun) -> PretrainRun:
@@ -54,21 +69,29 @@ def with_token_files(run: PretrainRun) -> PretrainRun:
         return run
     tokenizer, name = _tokenizer(run)
     check_entries(run, tokenizer)
-    what, size, batches = _files(run) if data.train_file else _dataset(data)
-    key = {"kind": "tokens", "format": FORMAT, "column": data.text_column, "tokenizer": _hash_of(tokenizer)} | what
+    parts = [_files(run, "train_file") if data.train_file else _dataset(data)]
+    parts += [_files(run, "validation_file")] if data.validation_file else []
+    key = {"kind": "tokens", "format": FORMAT, "column": data.text_column, "tokenizer": _hash_of(tokenizer)}
+    key |= parts[0].what | ({"validation": parts[1].what} if data.validation_file else {})
     folders = [Path(data.data_cache)] if data.data_cache else below_datasets(CACHE, run.training.output_dir or "")
     cache = FolderCache(folders, lambda folder: str(folder / NAME))
     built: list[Path] = []
 
     def build(folder: Path) -> dict[str, Any]:
         built.append(folder)
-        return _write(_job(data, tokenizer, size()), tokenizer, name, size(), batches(), folder)
+        return _write(data, tokenizer, name, parts, folder)
 
     prefix, facts = cache.load_or_build(key, build, first=local_rank() == 0)
     where, how = data.train_file or data.dataset_name, "encoded in" if built else "loaded from"
     logger.info("%s: %d documents, %s tokens, %s %s", where, facts["documents"], f"{facts['tokens']:,}", how, prefix)
     source = derived(named("train_file") if data.train_file else named("dataset_name"), recomputed=True)
-    return replace(run, data=replace(data, input_dir=prefix), sources=run.sources | {"input_dir": source})
+    run = replace(run, data=replace(data, input_dir=prefix), sources=run.sources | {"input_dir": source})
+    if not data.validation_file:
+        return run
+    logger.info("%s: %d of these documents are evaluated on", data.validation_file, facts["of_parts"][1])
+    split = ",".join(map(str, [*facts["of_parts"], 0]))
+    source = derived(named("validation_file"), recomputed=True)
+    return replace(run, data=replace(run.data, split=split), sources=run.sources | {"split": source})
 
 
 def _job(data: DataArguments, tokenizer: PreTrainedTokenizerBase, size: int) -> PreprocessJob:
@@ -91,26 +114,29 @@ def _tokenizer(run: PretrainRun) -> tuple[PreTrainedTokenizerBase, str]:
         raise GptlmError(f"text needs a tokenizer ({error}); give {named('tokenizer_name_or_path')} DIR") from error
 
 
-def _files(run: PretrainRun) -> tuple[dict[str, Any], Callable[[], int], Batches]:
+def _files(run: PretrainRun, flag: str) -> Part:
     data, output_dir = run.data, run.training.output_dir
-    files = list_files(local_copy("train_file", data.train_file, data_cache=data.data_cache, output_dir=output_dir))
-    return (
+    path = data.train_file if flag == "train_file" else data.validation_file
+    files = list_files(local_copy(flag, path, data_cache=data.data_cache, output_dir=output_dir))
+    return Part(
         {"data": hashes_of(files), "txt_split": PreprocessArguments().txt_split},
+        flag,
         lambda: sum(map(size_of, files)),
         lambda: read_batches(files, keys=[data.text_column]),
     )
 
 
-def _dataset(data: DataArguments) -> tuple[dict[str, Any], Callable[[], int], Batches]:
+def _dataset(data: DataArguments) -> Part:
     name, split, config = data.dataset_name or "", data.dataset_split, data.dataset_config
     if data.streaming:
         stream = StreamedDataset(name, split, config, "dataset_name")
-        return {"data": stream.identity()}, lambda: 0, lambda: _streamed(stream, data)
+        return Part({"data": stream.identity()}, "dataset_name", lambda: 0, lambda: _streamed(stream, data))
     table = HubDataset(name, split, config, "dataset_name")
     _check_column(name, split, table.table.column_names, data.text_column)
     texts = table.table.select_columns([data.text_column])
-    return (
+    return Part(
         {"data": table.content()},
+        "dataset_name",
         lambda: table.size,
         lambda: table_batches(texts, f"{name} {split}", range(len(texts)), table.size),
     )
@@ -134,20 +160,23 @@ def _check_column(name: str, split: str, found: list[str], column: str) -> None:
 
 
 def _write(
-    job: PreprocessJob,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    size: int,
-    batches: Iterator[Batch],
-    folder: Path,
+    data: DataArguments, tokenizer: PreTrainedTokenizerBase, name: str, parts: list[Part], folder: Path
 ) -> dict[str, Any]:
+    """Encode all `parts`, one after the other, into one corpus."""
     writer = IndexedTokensWriter(str(folder / NAME), len(tokenizer))
+    documents, of_parts = 0, list[int]()
     try:
-        progress = encode(job, tokenizer, None, batches, size, [writer])
-        if not writer.total:
-            raise GptlmError(f"there is no text under {job.arguments.json_keys[0]!r}; see {named('text_column')}")
+        for part in parts:
+            job, before = _job(data, tokenizer, part.size()), writer.total
+            progress = encode(job, tokenizer, None, part.batches(), part.size(), [writer])
+            if writer.total == before:
+                raise GptlmError(
+                    f"{named(part.flag)}: there is no text under {data.text_column!r}; see {named('text_column')}"
+                )
+            documents += progress.documents
+            of_parts.append(progress.documents - progress.empty)
         writer.finish(tokenizer_facts(job.arguments, tokenizer, name))
-        return {"documents": progress.documents, "tokens": writer.total}
+        return {"documents": documents, "tokens": writer.total, "of_parts": of_parts}
     finally:
         writer.abandon()
 
