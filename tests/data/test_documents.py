@@ -3,6 +3,9 @@
 import gzip
 import json
 import os
+import shlex
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ import zstandard
 
 from gptlm.data import text_files
 from gptlm.data.documents import read_batches, read_texts, texts_of
+from gptlm.data.examples import record_batches
 from gptlm.data.text_files import list_files
 from gptlm.errors import GptlmError
+from tests.processes import run
 
 TEXTS = ["one", "two\nlines", "", "vier äöü", "五 今天"]
 LINES = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode()
@@ -308,3 +313,17 @@ def test_a_folder_of_other_things_is_no_corpus(tmp_path, monkeypatch):
         (tmp_path / f"{number}.png").write_bytes(b"")
     with pytest.raises(GptlmError, match="holds more than 5 files that are no text"):
         list_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(("ending", "mark"), [(".csv", ","), (".tsv", "\t")])
+@pytest.mark.parametrize("read", [list_files, lambda path: list(record_batches([Path(path)]))])
+def test_a_table_is_refused_with_the_command_that_converts_it(read, ending, mark, tmp_path, monkeypatch):
+    path = tmp_path / f"the rows'{ending}"
+    path.write_text(f"src{mark}tgt\na{mark}b\n")
+    with pytest.raises(GptlmError, match=f"{ending} is not read; this makes a file that is: python -c ") as caught:
+        read(str(path))
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(str(caught.value).partition("that is: ")[2])
+    assert command[:2] == ["python", "-c"]
+    assert run([sys.executable, *command[1:]]).returncode == 0
+    assert json.loads((tmp_path / "the rows'.jsonl").read_text()) == {"src": "a", "tgt": "b"}

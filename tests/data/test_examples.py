@@ -245,6 +245,10 @@ def test_the_files_of_a_folder(tmp_path):
         ),
         ('[{"q": "a"}]', "name other columns with --prompt_column and --response_column, or with --text_column"),
         ('[{"prompt": "a", "chosen": "b", "rejected": "c"}]', "are preference data (DPO), which gptlm does not train"),
+        (
+            '[{"prompt": "a", "completion": "b", "label": false}]',
+            "record 1: a label of false marks a completion that is",
+        ),
         ('[{"text": ["a"]}]', "the keys text are not a known form"),
         ('[{"src": "a", "tgt": 3}]', "record 1: expected a text, found int"),
         ('[{"src": ["a"], "tgt": ["b", "c"]}]', "lists of different lengths"),

@@ -31,6 +31,7 @@ from gptlm.data.text_files import (
     format_of,
     is_dataset,
     parse_line,
+    refuse_table,
     size_of,
 )
 from gptlm.errors import GptlmError, named, reason_of
@@ -166,6 +167,11 @@ def _parse(record: dict[str, Any], place: str, render: Renderer, questions: bool
     if "instruction" in keys and "output" in keys:
         used = ("instruction", "input", "output", "system", "history")
         return _Parsed("instruction/input/output", used, [_alpaca(record, place)])
+    if {"prompt", "completion"} <= keys and record.get("label") is False:
+        raise GptlmError(
+            f"{place}: a label of false marks a completion that is not wanted (KTO), which gptlm does not train on; "
+            "leave such records out"
+        )
     for prompt, response in PAIRS:
         if prompt in keys and response in keys:
             return _pairs(record, prompt, response, place, render)
@@ -303,6 +309,7 @@ def record_batches(files: Sequence[Path]) -> Iterator[Batch]:
         GptlmError: with the place of what cannot be read.
     """
     for file in files:
+        refuse_table(file)
         kind = format_of(file)
         if kind == ".txt":
             raise GptlmError(f"{file}: plain text has no prompts and responses; give .json, .jsonl or .parquet")

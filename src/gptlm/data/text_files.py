@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,7 @@ def list_files(path: str) -> list[Path]:
     """
     endings = ", ".join(SUFFIXES) + " (text also with .gz or .zst)"
     if os.path.isfile(path):
+        refuse_table(Path(path))
         if format_of(Path(path)) is None:
             raise GptlmError(f"{path}: unknown format; expected a name that ends in {endings}")
         return [Path(path)]
@@ -51,6 +53,15 @@ def list_files(path: str) -> list[Path]:
         what = f"{len(found)} files, none" if found else "no file"
         raise GptlmError(f"{path}: {what} ending in {endings}; give a file, a folder or a quoted glob")
     return files
+
+
+def refuse_table(file: Path) -> None:
+    """Raises GptlmError for a file of comma- or tab-separated values, with the command that makes JSON lines of it."""
+    ending = file.suffix.lower()
+    if ending in (".csv", ".tsv"):
+        more = ", sep='\\t'" if ending == ".tsv" else ""
+        code = f"from datasets import Dataset; Dataset.from_csv({str(file)!r}{more}).to_json({file.stem + '.jsonl'!r})"
+        raise GptlmError(f"{file}: {ending} is not read; this makes a file that is: python -c {shlex.quote(code)}")
 
 
 def _below(folder: str) -> Iterator[Path]:
