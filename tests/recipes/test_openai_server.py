@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import openai
@@ -95,6 +96,14 @@ def test_what_transformers_chat_asks_for(client):
     assert SAID.startswith(greedy.choices[0].message.content) and greedy.usage.completion_tokens == 2  # not 1
     alone = {"model": "m", "messages": TALK[:1], "extra_body": {"generation_config": stock}}
     assert client.chat.completions.create(**alone).usage.completion_tokens == 1
+
+
+def test_an_address_without_anything_names_those_that_answer(client):
+    for path in ("/", "/v1/embeddings"):
+        with pytest.raises(HTTPError) as caught:
+            urlopen(f"http://127.0.0.1:{client.base_url.port}{path}")
+        message = json.load(caught.value)["error"]["message"]
+        assert caught.value.code == 404 and f"nothing at {path};" in message and "/v1/chat/completions" in message
 
 
 def test_texts_are_continued_up_to_what_the_request_says(client, folder):

@@ -232,7 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in (CHAT, TEXT):
             raise RequestError(f"{path} is for POST", 405)
         else:
-            raise RequestError(f"there is nothing at {path[:100]}", 404)
+            there = f"{MODELS} and {HEALTH}, for POST {CHAT} and {TEXT}"
+            raise RequestError(f"there is nothing at {path[:100] or '/'}; there are {there}", 404)
 
     def _post(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
@@ -240,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._loaded()
             return
         if path not in (CHAT, TEXT):
-            raise RequestError(f"there is nothing at {path[:100]}; there are {CHAT} and {TEXT}", 404)
+            raise RequestError(f"there is nothing at {path[:100] or '/'}; there are {CHAT} and {TEXT}", 404)
         api, chat = self.server.api, path == CHAT
         request = parse_request(self._body(), chat=chat, names=api.names, arguments=api.arguments)
         started = time.monotonic()
