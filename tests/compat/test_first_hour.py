@@ -4,8 +4,11 @@ import shlex
 
 import pytest
 
+from gptlm.commands.chat import parse_chat
+from gptlm.commands.predict import parse_predict
 from gptlm.commands.pretrain import PRETRAIN
-from gptlm.commands.sft import SFT
+from gptlm.commands.serve import parse_serve
+from gptlm.commands.sft import SFT, parse_sft
 from gptlm.config.parser import parse
 from gptlm.errors import UsageError
 
@@ -244,3 +247,12 @@ def test_a_command_without_sections_says_what_its_files_hold(tmp_path):
     (tmp_path / "x.yaml").write_text("train:\n  epochs: 1\n")
     with pytest.raises(UsageError, match="x.yaml has sections.*lines of FLAG: VALUE"):
         parse(SFT, [str(tmp_path / "x.yaml")])
+
+
+@pytest.mark.parametrize("read", [lambda words: parse_sft(words, {}), parse_chat, parse_serve, parse_predict])
+def test_a_template_of_another_library_is_refused_before_anything_is_loaded(read):
+    words = ["--model_name_or_path", "gpt2-en", "--chat_template", "llama3"]
+    with pytest.raises(
+        UsageError, match="--chat_template llama3: no such file; expected chatml, plain or a Jinja file"
+    ):
+        read(words)

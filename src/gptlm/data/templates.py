@@ -5,6 +5,7 @@ They are saved with fine-tuned models, so that stock transformers renders messag
 
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from gptlm.data.conversations import Conversation, Turn, parse_conversation
@@ -17,6 +18,15 @@ CHATML_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+
+
+def bad_template(name: str) -> str | None:
+    """What is wrong with a value of --chat_template; None: nothing."""
+    if name.lower() in (CHATML, PLAIN) or Path(name).is_file():
+        return None
+    return f"{name}: no such file; expected {CHATML}, {PLAIN} or a Jinja file"
+
+
 RESPONSE_CUE = "\n\n### Response:\n"
 # form of the records -> what is written: a message of the system, one of the user, the heading of a response
 FORMS = {

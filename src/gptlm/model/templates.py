@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from gptlm.data.templates import CHATML, CHATML_TEMPLATE, CHATML_TOKENS, PLAIN
+from gptlm.data.templates import CHATML, CHATML_TEMPLATE, CHATML_TOKENS, PLAIN, bad_template
 from gptlm.data.text_files import read_text
 from gptlm.errors import GptlmError, named
 
@@ -33,8 +33,8 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> list[s
         tokenizer.chat_template = None
         return []
     path = Path(name)
-    if not path.is_file():
-        raise GptlmError(f"{named('chat_template')} {name}: no such file; expected {CHATML}, {PLAIN} or a file")
+    if wrong := bad_template(name):
+        raise GptlmError(f"{named('chat_template')} {wrong}")
     template = read_text(path, f"the chat template {path}")
     if not template.strip():
         raise GptlmError(f"{named('chat_template')} {name}: the file is empty")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gptlm.config.args.training import bad_device
 from gptlm.config.field import LARGEST_PORT, LARGEST_SEED, LONGEST_WAIT, arg
+from gptlm.data.templates import bad_template
 
 TASKS = ("LAMBADA", "WIKITEXT103", "WIKITEXT2", "TEXT", "DATA")
 DETOKENIZERS = ("auto", "wikitext", "lambada", "ptb", "none")
@@ -94,7 +95,9 @@ class PredictArguments:
     truncation_side: str = arg("left", "side on which a prompt that is too long is cut", choices=("left", "right"))
     allow_special_tokens: bool = arg(False, "encode <|endoftext|> in a prompt as the special token")
     chat_template: str | None = arg(
-        None, "template of messages: chatml, plain (headings), or a Jinja file; unset: the tokenizer's, else plain"
+        None,
+        "template of messages: chatml, plain (headings), or a Jinja file; unset: the tokenizer's, else plain",
+        check=bad_template,
     )
     eos_token: str | None = arg(None, "token of the vocabulary that ends a text; unset: the tokenizer's")
     tgt_length: int = arg(200, "maximum number of new tokens, without the prompt", ge=1, unit="tokens")

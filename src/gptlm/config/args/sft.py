@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 from gptlm.config.field import LARGEST, arg
+from gptlm.data.templates import bad_template
 from gptlm.json_text import parse_json
 from gptlm.model.adapter_kinds import BIASES, AdapterKind
 
@@ -81,6 +82,7 @@ class SftArguments:
         None,
         "chatml, plain (headings), or a Jinja file; chatml and a file also render prompts and responses. unset: the "
         "tokenizer's template for messages, else plain",
+        check=bad_template,
     )
     eos_token: str | None = arg(
         None, "token of the vocabulary that ends a text; unset: the tokenizer's. Chat templates end turns themselves"
