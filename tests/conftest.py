@@ -28,6 +28,10 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup and in the background: tests send them
         signal.signal(number, usual)
 ROOT = Path(__file__).parents[1]
+# a minute or more in one fixture: begun last, one of them would keep one of two workers busy while the other has ended
+LONGEST = tuple(
+    f"recipes/test_{name}.py" for name in ("sft_distributed", "layouts", "originals", "sharding", "sft_layouts")
+)
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +104,10 @@ def run_script(
 ) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "scripts" / f"{name}.py", *words]
     return run(command, cwd=cwd, env=clean_environment(**(environment or {})), processes=processes)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 
 def pytest_runtest_setup() -> None:

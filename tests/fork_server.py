@@ -30,6 +30,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.huge_pages import collapse_memory
+
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 RECIPES = (
     "pretrain.run", "sft.run", "predict", "evaluate", "merge_lora", "convert", "preprocess", "train_tokenizer",
@@ -66,6 +68,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork a process for each request; returns the request in the new process, None when no more will come."""
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread"
     gc.collect()
+    collapse_memory()
     gc.freeze()  # collections of a new process do not visit what it shares with this one
     waiting = select.poll()
     waiting.register(control, select.POLLIN)

@@ -18,6 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.huge_pages import collapse_memory
+
 EXTRA_MEMORY = 1 << 30
 CPU_SECONDS, SECONDS = 10, 60  # seconds of computation do not depend on what else the machine does
 LARGEST_FILE = 1 << 28
@@ -84,6 +86,7 @@ def prepare() -> None:
         import gptlm.recipes.train_tokenizer  # noqa: F401
     torch.set_num_threads(1)
     gc.collect()
+    collapse_memory()
     gc.freeze()  # a command's collections do not visit, and thereby copy, what it shares with this process
 
 
