@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from gptlm.checkpoint import folder as checkpoint
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT
 from tests.processes import DEEPSPEED, clean_environment, run, start, started_ranks, store_server
 
 LAUNCHED = {"TORCHELASTIC_RESTART_COUNT": 0}
@@ -28,10 +28,10 @@ def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_p
         *("--per_device_train_batch_size", 2, "--split", "1,0,0", "--device", "cpu", "--disable_tqdm"),
         *("--hidden_dropout_prob", 0.1, "--attention_probs_dropout_prob", 0.1, "--report_to", "none"),
     ]
-    whole = run_script("run_pretrain", *words, "--output_dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
     output = tmp_path / "killed"
     command = [sys.executable, ROOT / "scripts" / "run_pretrain.py", *words, "--output_dir", output]
+    whole = run([*command[:-1], tmp_path / "whole"], timeout=1500)
+    assert whole.returncode == 0, whole.stderr
     generator = random.Random(0)
     interrupted = 0
     for _ in range(KILLS):
@@ -46,7 +46,7 @@ def test_kills_at_random_moments_change_nothing(tiny_model, corpus_folder, tmp_p
         found, skipped = checkpoint.newest(output)
         assert found is not None and not skipped, skipped
     assert interrupted >= KILLS // 2  # else the runs ended before they were killed
-    last = run_script("run_pretrain", *words, "--output_dir", output)
+    last = run(command, timeout=1500)
     assert last.returncode == 0 and "resuming from" in last.stdout, last.stderr
     a, b = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "whole", output))
     assert all(a[name].equal(b[name]) for name in a)
