@@ -119,6 +119,8 @@ def test_layouts_that_cannot_be(flags, world, says):
         ("--bf16 --pipeline_parallel_degree 2", 2, "does not work with tensor and pipeline parallelism"),
         ("--bf16 --sharding stage3", 2, "use stage1 or stage2"),
         ("--bf16 --hidden_size 1000 --num_attention_heads 10", 1, "needs a multiple of 16"),
+        ("--bf16 --recompute 1 --recompute_granularity full_attn", 1, "use full or core_attn"),
+        ("--bf16 --fp8_skip -1", 1, "fp8_skip"),
     ],
 )
 def test_float8_goes_with_whole_bfloat16_layers(flags, world, says):

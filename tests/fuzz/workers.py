@@ -64,7 +64,6 @@ def prepare() -> None:
     import pyarrow.dataset
     import pyarrow.parquet  # noqa: F401
     import torch
-    import torchao.dtypes  # noqa: F401
 
     from gptlm.entry_points import importing
 

@@ -13,7 +13,8 @@ from transformers import GPT2Config
 from gptlm.kernels import fused_gelu
 from gptlm.kernels.compiling import compile_model
 from gptlm.kernels.fused_gelu import SIGNATURES, fused_feed_forward, linear_gelu, supports_fused
-from gptlm.model.gpt import MLP, GPTLMHeadModel
+from gptlm.model.block import MLP
+from gptlm.model.gpt import GPTLMHeadModel
 
 
 def test_values_and_gradients_are_those_of_the_plain_layer():

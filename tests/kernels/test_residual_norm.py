@@ -68,9 +68,9 @@ def test_joined_blocks_train_as_the_stock_network(tiny_model, compiled, dropout)
     apart = copy.deepcopy(model)
     if compiled:
         compile_model(model, joins_norms=True)
-        assert model.transformer.joins_norms
+        assert model.transformer.chains_blocks
     else:
-        model.transformer.joins_norms = True
+        model.transformer.chains_blocks = True
     stock = AutoModelForCausalLM.from_pretrained(tiny_model, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).train()
     losses = []
     for network in (model, apart if dropout else stock):
@@ -105,7 +105,7 @@ def test_generation_with_a_cache_goes_block_by_block(tiny_model):
     ids = torch.arange(7)[None]
     how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    model.transformer.joins_norms = True
+    model.transformer.chains_blocks = True
     assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **how), wanted)
 
 

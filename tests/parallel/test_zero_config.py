@@ -99,7 +99,7 @@ def test_contradictions_name_both_values(change, says):
 
 def test_stage_3_exchanges_whole_blocks_where_all_of_a_block_is_trained():
     zero = fill_auto(zero_config(3), RUN)["zero_optimization"]
-    assert zero["leaf_module"] == {"classes": ["gptlm.model.gpt.Block"]}
+    assert zero["leaf_module"] == {"classes": ["gptlm.model.block.Block"]}
     assert zero["stage3_param_persistence_threshold"] == 0
     adapters = dataclasses.replace(RUN, whole_blocks=False)
     for config in (fill_auto(zero_config(3), adapters), fill_auto(zero_config(2), RUN)):

@@ -897,23 +897,23 @@ def test_compiling_changes_no_loss(train, tmp_path, more):
         torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4)
 
 
-def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--recompute",), ("--gradient_accumulation_steps", "2", "--torch_compile")])
+def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path, more):
     """Losses near those of bfloat16, not the same; the same weights in the saved folder, and a run goes on exactly."""
-    pytest.importorskip("torchao")
-    words = ["--bf16", "--fp16_opt_level", "O2", "--save_steps", "2", *NO_DROPOUT]
+    words = ["--bf16", "--fp16_opt_level", "O2", "--save_steps", "2", *NO_DROPOUT, *more]
     plain = losses(train(*words)[1])
-    float8 = losses(train(*words, "--fp8", output="float8")[1])
+    words += ["--fp8", "--fp8_skip", "0"]
+    float8 = losses(train(*words, output="float8")[1])
     assert float8 == pytest.approx(plain, rel=0.01) and float8 != plain
     found, wanted = weights(tmp_path / "float8"), weights(tmp_path / "out")
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in wanted.items()}
-    again = train(*words, "--fp8", "--resume_from_checkpoint", tmp_path / "float8" / "checkpoint-2", output="again")
+    again = train(*words, "--resume_from_checkpoint", tmp_path / "float8" / "checkpoint-2", output="again")
     assert losses(again[1]) == float8
 
 
-def test_float8_without_torchao_is_said_before_anything_is_read(monkeypatch, train):
-    monkeypatch.setattr("gptlm.recipes.common.acceleration.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--fp8 needs torchao, .* pip install 'gptlm\[fp8\]'"):
-        train("--bf16", "--fp8", data="/no/such/folder")
+def test_float8_without_a_layer_is_refused(train):
+    with pytest.raises(UsageError, match="--fp8_skip 1: none of the 2 layers is left; use a smaller number"):
+        train("--bf16", "--fp8")
 
 
 @pytest.mark.parametrize("blend", [False, True])

@@ -186,6 +186,12 @@ def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
         )
     if "stage3" in parsed[ParallelArguments].sharding:
         yield Problem("fp8", "does not work with sharding stage3, which splits the weights; use stage1 or stage2")
+    if training.recompute and training.recompute_granularity in ("full_attn", "only_attn"):
+        yield Problem(
+            "fp8",
+            f"does not work with {named('recompute_granularity')} {training.recompute_granularity}; use full or "
+            "core_attn",
+        )
     if width and width % 16:
         yield Problem("hidden_size", f"{width}: fp8 needs a multiple of 16")
 
@@ -337,6 +343,8 @@ def _log_no_effect(parsed: Parsed, dims: ParallelDims) -> None:
         note(f"{named('no_recompute_layers')} has no effect: recompute is off")
     if parsed.given("recompute_granularity") and not training.recompute:
         note(f"{named('recompute_granularity')} has no effect: recompute is off")
+    if parsed.given("fp8_skip") and not training.fp8:
+        note(f"{named('fp8_skip')} has no effect: {named('fp8')} is off")
     if training.fp16_opt_level == "O0" and (training.fp16 or training.bf16):
         note(f"{named('fp16_opt_level')} O0 switches mixed precision off: the run is float32")
     if training.amp_master_grad and training.fp16_opt_level != "O2":

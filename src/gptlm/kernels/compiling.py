@@ -41,7 +41,7 @@ def compile_model(
     tuning: dict[str, Any] = AUTOTUNE if autotune else {}
     fused = fused and fused_gelu.is_available()
     transformer = model.transformer
-    transformer.joins_norms = joins_norms and can_join_norms(transformer)
+    transformer.chains_blocks |= joins_norms and can_join_norms(transformer)
     for block in transformer.own_blocks:
         # torch's own dropout kernel makes four random numbers in the time of one of Triton's; to recompute dropout, the
         # compiler has to know its seed
@@ -51,11 +51,11 @@ def compile_model(
             block.forward = torch.compile(block.forward, options=options)
         else:
             block.compile(options=options)
-        if transformer.joins_norms:
-            block.between_norms = torch.compile(block.between_norms, options=options)
+        if transformer.chains_blocks:
+            block.chained = torch.compile(block.chained, options=options)
     if lengths_vary and opens_dimensions():  # dynamic=True would leave numbers of the code open, too: twice the time
-        for module in (transformer.drop, *([transformer.h[0].ln_1] if transformer.joins_norms else [])):
-            module.register_forward_hook(_leave_shape_open)
+        transformer.drop.register_forward_hook(_leave_shape_open)
+        transformer.lengths_vary = True
     # the vocabulary is the same in all batches; after a second number of tokens, that one is compiled as any number
     chunk, scores = torch.compile(chunk_loss, options=tuning or None), torch.compile(chunk_scores)
     model.output_loss = partial(model.output_loss, chunk=chunk, chunk_tokens=COMPILED_CHUNK)
@@ -69,7 +69,7 @@ def _leave_shape_open(module: Any, arguments: Any, hidden: Tensor) -> None:
 
 
 def can_join_norms(transformer: Any) -> bool:
-    """Whether `between_norms` of each block does what `forward` does: plain layer norms, nothing recomputed."""
+    """Whether `chained` of each block does what `forward` does: plain layer norms, nothing recomputed."""
     norms = [transformer.ln_f, *(norm for block in transformer.h for norm in (block.ln_1, block.ln_2))]
     recomputed = {block.recompute for block in transformer.h} - {"", "core_attn"}
     return not recomputed and all(type(norm) is nn.LayerNorm for norm in norms)

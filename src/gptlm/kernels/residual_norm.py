@@ -56,17 +56,24 @@ def summed_and_normed(
         from gptlm.kernels.residual_norm_kernels import forward  # imports Triton
 
         return forward(x.contiguous(), branch.contiguous(), branch_bias, weight, bias, eps)
+    total, mean, scale = sum_and_statistics(x, branch, branch_bias, eps)
+    return total, F.layer_norm(total, weight.shape, weight, bias, eps), mean, scale
+
+
+def sum_and_statistics(
+    x: Tensor, branch: Tensor, branch_bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, D), (N, D), (D,) -> the sum (N, D), its mean and 1 / deviation (N,), by plain operators."""
     total = x + (branch if branch_bias is None else branch + branch_bias)
-    wide = total.to(_statistics(x))
-    deviation, mean = torch.var_mean(wide, dim=-1, correction=0)
-    return total, F.layer_norm(total, weight.shape, weight, bias, eps), mean, torch.rsqrt(deviation + eps)
+    variance, mean = torch.var_mean(total.to(statistics_type(x)), dim=-1, correction=0)
+    return total, mean, torch.rsqrt(variance + eps)
 
 
 @summed_and_normed.register_fake
 def _(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean, scale = (x.new_empty(x.shape[0], dtype=_statistics(x)) for _ in range(2))
+    mean, scale = (x.new_empty(x.shape[0], dtype=statistics_type(x)) for _ in range(2))
     return x.new_empty(x.shape), x.new_empty(x.shape), mean, scale
 
 
@@ -117,5 +124,6 @@ def _(
     return total.new_empty(total.shape), weight.new_empty(3 if with_bias else 2, *weight.shape)
 
 
-def _statistics(x: Tensor) -> torch.dtype:
+def statistics_type(x: Tensor) -> torch.dtype:
+    """Of mean and deviation: float32, or wider if `x` is."""
     return torch.promote_types(x.dtype, torch.float32)

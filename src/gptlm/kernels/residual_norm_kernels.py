@@ -18,16 +18,38 @@ def forward(
     x: Tensor, branch: Tensor, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `residual_norm.summed_and_normed`; all tensors are contiguous."""
+    return float8_forward(x, branch, branch_bias, weight, bias, eps, None)
+
+
+def float8_forward(
+    x: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    float8_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `forward`, with the norm in float8 (e4m3) as numbers / `float8_scale`, a float32 scalar; None: as `x`."""
     rows, width = x.shape
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=x.dtype if float8_scale is None else torch.float8_e4m3fn)
     mean, scale = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     padded = triton.next_power_of_2(width)
     _forward[(rows,)](
-        *(x, branch, x if branch_bias is None else branch_bias, weight, bias),
+        *(
+            x,
+            branch,
+            x if branch_bias is None else branch_bias,
+            weight,
+            bias,
+            x if float8_scale is None else float8_scale,
+        ),
         *(total, normed, mean, scale, eps),
         WIDTH=width,
         PADDED=padded,
         BIAS=branch_bias is not None,
+        FLOAT8=float8_scale is not None,
         num_warps=4 if padded <= 2048 else 8,
     )
     return total, normed, mean, scale
@@ -72,6 +94,7 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as typ
     branch_bias,
     weight,
     bias,
+    float8_scale,
     total,
     normed,
     means,
@@ -80,6 +103,7 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as typ
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     BIAS: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -97,7 +121,10 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as typ
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
     slope = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + at, (centred * scale * slope + shift).to(normed.dtype.element_ty), mask=inside)
+    result = centred * scale * slope + shift
+    if FLOAT8:
+        result = tl.clamp(result / tl.load(float8_scale), -448.0, 448.0)  # the largest number of e4m3
+    tl.store(normed + at, result.to(normed.dtype.element_ty), mask=inside)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
 

@@ -14,7 +14,7 @@ from gptlm.errors import UsageError
 CPU = {"device": "cpu", "pin_memory": True}
 BUCKET = 5 * 10**7  # elements per reduction: 100 MB in half precision keep a link busy, and several overlap
 WHOLE_BLOCKS = {  # stage 3: one all-gather and one reduce-scatter per block, not per module
-    "leaf_module": {"classes": ["gptlm.model.gpt.Block"]},
+    "leaf_module": {"classes": ["gptlm.model.block.Block"]},
     "stage3_param_persistence_threshold": 0,
 }
 NEVER = 1 << 30  # steps between DeepSpeed's own progress lines

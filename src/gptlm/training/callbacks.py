@@ -8,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from gptlm.kernels.float8 import Float8Weights
+
 logger = logging.getLogger(__name__)
 
 
@@ -92,6 +94,18 @@ class EndOfTurn(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         model.generation_config.eos_token_id = self._ends
+
+
+class RoundWeights(TrainerCallback):
+    """Rounds the weights of float8 products anew before each step."""
+
+    def __init__(self, weights: Float8Weights):
+        self.weights = weights
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.weights.refresh()
 
 
 class PlainProgress(TrainerCallback):

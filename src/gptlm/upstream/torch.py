@@ -36,6 +36,7 @@ GROUP_TIMEOUTS = (Needed(_C10D, "default_pg_timeout"), Needed(_C10D, "default_pg
 LINEAR = (Needed("torch._C._nn", "linear"),)
 # `torch.nn.attention.varlen` calls it, too, but has no dropout
 ATTENTION = (Needed("torch", "ops.aten._flash_attention_forward"),)
+FLOAT8 = (Needed("torch", "_scaled_mm"),)
 NVLINK = (
     Needed("torch._C._distributed_c10d", "_detect_dma_connectivity"),
     Needed("torch._C._autograd", "DeviceType.CUDA"),
@@ -51,6 +52,7 @@ ALL = (
     *GROUP_TIMEOUTS,
     *LINEAR,
     *ATTENTION,
+    *FLOAT8,
     *NVLINK,
     *TRITON,
     *DYNAMIC,
@@ -198,6 +200,13 @@ def flash_attention(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` itself, which DeepSpeed's `zero.Init` replaces in `torch.nn.functional`."""
     return torch._C._nn.linear(x, weight, bias)
+
+
+def float8_product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """Float8 (M, K), (N, K) -> (a a_scale) (b b_scale)^T + bias, (M, N), on a GPU; `fast`: add in 14 bits."""
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def keep_random_state(stage: Any) -> None:

@@ -248,6 +248,7 @@ class TrainingArguments:
         "reduce all gradients once after backward, not in buckets during it; unset: under O2 where that is faster",
     )
     fp8: bool = arg(False, "float8 matrix products in the layers; needs bf16 and an Ada, Hopper or newer GPU")
+    fp8_skip: int = arg(1, "layers at each end of the model that --fp8 leaves in bfloat16", ge=0)
     amp_master_grad: bool = arg(False, "O2: accumulate gradients in float32")
     recompute: bool = arg(False, "activation recomputation: drop activations and recompute them in backward")
     recompute_granularity: str = arg(

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from gptlm.config.run import Run
 from gptlm.errors import UsageError, named
 from gptlm.kernels.compiling import compile_model, compile_obstacle, lengths_obstacle
-from gptlm.kernels.float8 import convert_to_float8
+from gptlm.kernels.float8 import Float8Weights
+from gptlm.kernels.float8_operators import MULTIPLE
 from gptlm.kernels.label_smoothing import smooth_labels
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
@@ -32,10 +32,12 @@ class Acceleration:
     Attributes:
         flat_grad_sync: one all-reduce or reduce-scatter after backward.
         cuda_graph: forward and backward of a micro-batch are replayed as a CUDA graph of its shape.
+        float8: weights that are rounded anew for each step; None without --fp8.
     """
 
     flat_grad_sync: bool
     cuda_graph: bool
+    float8: Float8Weights | None
 
 
 def accelerate(
@@ -55,7 +57,7 @@ def accelerate(
         uneven: why shapes of batches do not repeat, if they do not.
         adapters: why adapters keep the blocks from being compiled, unless --torch_compile asks for it.
     """
-    _use_float8(run, model, device.type, stage=stage_of(deepspeed or {}))
+    float8 = use_float8(run, model, deepspeed)
     parameters = model.num_parameters()
     if run.dims.is_model_parallel:
         parameters = largest_of_all(parameters)  # stages differ in size, and all have to decide alike
@@ -91,7 +93,7 @@ def accelerate(
         )
     elif run.training.cuda_graphs:
         logger.warning("--cuda_graphs has no effect: %s", obstacle)
-    return Acceleration(flat, obstacle is None and is_graph_wanted)
+    return Acceleration(flat, obstacle is None and is_graph_wanted, float8)
 
 
 def _graph_obstacle(device: str, *, is_local: bool, uneven: str | None) -> str | None:
@@ -220,8 +222,6 @@ def check_float8(run: Run, device: Device) -> None:
     """Raises UsageError if --fp8 is given and not available here."""
     if not run.training.fp8:
         return
-    if find_spec("torchao") is None:
-        raise UsageError("--fp8 needs torchao, which is not installed: pip install 'gptlm[fp8]'")
     if device.type == "cpu":
         logger.warning("--fp8: a CPU has no float8, its rounding is computed, which is slow")
     elif torch.cuda.get_device_capability() < (8, 9):
@@ -229,14 +229,29 @@ def check_float8(run: Run, device: Device) -> None:
         raise UsageError(f"{name} has no float8 (Ada, Hopper and newer GPUs have); leave --fp8 out, use --bf16")
 
 
-def _use_float8(run: Run, model: GPTLMHeadModel, device: str, *, stage: int) -> None:
-    """Let the blocks' matrix products be float8 ones, with --fp8.
+def use_float8(run: Run, model: GPTLMHeadModel, deepspeed: dict[str, Any] | None) -> Float8Weights | None:
+    """Let the blocks' matrix products be float8 ones, with --fp8, but for the first and the last --fp8_skip blocks.
+
+    Returns:
+        The weights of these products, which have to be rounded again when weights change; None without --fp8.
 
     Raises:
-        UsageError: under stage 3 of ZeRO, which --deepspeed FILE may ask for.
+        UsageError: under stage 3 of ZeRO, which --deepspeed FILE may ask for, or without a block.
     """
-    if run.training.fp8:
-        if stage == 3:
-            raise UsageError("--fp8 does not work with ZeRO stage 3, which splits the weights; use stage 1 or 2")
-        convert_to_float8(model, emulated=device == "cpu")
-        logger.info("the blocks' matrix products are float8; weights, checkpoints and all else are as without --fp8")
+    if not run.training.fp8:
+        return None
+    if stage_of(deepspeed or {}) == 3:
+        raise UsageError("--fp8 does not work with ZeRO stage 3, which splits the weights; use stage 1 or 2")
+    skipped, blocks = run.training.fp8_skip, model.transformer.own_blocks
+    chosen = blocks[skipped : len(blocks) - skipped]
+    if not chosen:
+        raise UsageError(f"--fp8_skip {skipped}: none of the {len(blocks)} layers is left; use a smaller number")
+    inner = chosen[0].mlp.c_fc.out_features
+    if any(size % MULTIPLE for size in (chosen[0].mlp.c_fc.in_features, inner)):
+        raise UsageError(
+            f"--fp8 needs layers whose width ({chosen[0].mlp.c_fc.in_features}, {inner} inside) is a "
+            f"multiple of {MULTIPLE}; leave --fp8 out"
+        )
+    model.transformer.chains_blocks = True
+    logger.info("the matrix products of %d of %d layers are float8", len(chosen), len(blocks))
+    return Float8Weights(chosen)

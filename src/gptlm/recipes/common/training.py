@@ -56,6 +56,7 @@ from gptlm.recipes.common.updates import check_updates, make_optimizer, stock_sc
 from gptlm.recipes.report.recording import Recorder
 from gptlm.recipes.report.write import report_training
 from gptlm.signals import Terminated, finish_unless_signalled, held
+from gptlm.training.callbacks import RoundWeights
 from gptlm.training.cuda_graphs import CudaGraphStep
 from gptlm.training.early_stopping import EarlyStopping
 from gptlm.training.grad_sync import DataParallel, DeepSpeedSync, FlatAllReduce, FlatZero, GradSync
@@ -182,6 +183,7 @@ def build_trainer(
             *tracker_callbacks(run, Path(training.output_dir or "")),
             Recorder(run, data_table or []),
             *hooks.callbacks,
+            *([] if acceleration.float8 is None else [RoundWeights(acceleration.float8)]),
         ],
         **hooks.of_trainer,
         optimizer_cls_and_kwargs=make_optimizer(run, job.arguments),
