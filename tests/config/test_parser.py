@@ -171,8 +171,8 @@ def test_alias_tables_are_disjoint():
 
 def test_a_prefix_prefers_arguments_with_an_effect():
     assert parse(SFT, ["--eval_datase", "x"]).value("eval_dataset_name_or_path") == "x"
-    with pytest.raises(UsageError, match="--eval_data is unknown"):
-        parse(PRETRAIN, ["--eval_data", "x"])  # the beginning of two that are refused or do nothing
+    with pytest.raises(UsageError, match="--fsd is unknown"):
+        parse(PRETRAIN, ["--fsd", "x"])  # the beginning of two that are refused or do nothing
     assert (
         parse(PRETRAIN, ["--use_flash_attenti", "1"]).notes[0]
         == "--use_flash_attenti is taken as --use_flash_attention"
