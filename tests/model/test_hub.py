@@ -5,7 +5,7 @@ import time
 import pytest
 
 from gptlm.errors import GptlmError
-from gptlm.model.hub import hub_folder
+from gptlm.model.hub import hub_folder, is_hub_id
 
 
 @pytest.fixture
@@ -47,3 +47,15 @@ def test_a_local_path_is_not_a_hub_name(tmp_path):
     for name in (str(tmp_path / "no"), "./no/where", "a/b/c", "~/model"):
         with pytest.raises(GptlmError, match=f"{name}: there is no such folder"):
             hub_folder(name, weights=False)
+
+
+def test_old_weights_of_a_cached_model_are_used(cache):
+    (cache / "pytorch_model.bin").write_bytes(b"x")
+    assert hub_folder("openai-community/gpt2", weights=True) == str(cache)
+
+
+def test_a_repository_is_owner_and_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    names = {"owner/name": True, "out/model": False, "name": False, "a/b/c": False, "./no": False, "/no/where": False}
+    assert {name: is_hub_id(name) for name in names} == names

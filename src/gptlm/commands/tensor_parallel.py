@@ -8,6 +8,7 @@ from gptlm.config.problem import Problem
 from gptlm.errors import GptlmError, named
 from gptlm.model.adapter_files import base_and_adapters, base_hint, check_fit
 from gptlm.model.files import shape_of_config
+from gptlm.model.hub import hub_config, is_hub_id
 from gptlm.model.presets import PRESETS, Shape
 
 FLAG = "tensor_parallel_degree"
@@ -64,9 +65,14 @@ def find_shape(name: str, lora_path: str | None) -> Shape:
         if PRESETS[base].hub_id is None:
             raise GptlmError(f"no weights were ever published for {base}, it is a size only; give a trained folder")
         shape = PRESETS[base].shape
+    elif is_hub_id(base):
+        shape = shape_of_config(hub_config(base))
     else:
         hint = base_hint(adapters)
-        raise GptlmError(f"{named('model_name_or_path')} {base!r} is neither a folder nor a built-in name{hint}")
+        raise GptlmError(
+            f"{named('model_name_or_path')} {base!r} is neither a folder nor a built-in name{hint}; a model of the "
+            "hub is OWNER/NAME"
+        )
     if adapters:
         check_fit(Path(adapters), shape)
     return shape

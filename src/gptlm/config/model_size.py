@@ -10,6 +10,7 @@ from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed
 from gptlm.errors import UsageError, named
 from gptlm.model.files import has_weights, shape_of_config, tokenizer_size
+from gptlm.model.hub import hub_config, is_hub_id
 from gptlm.model.presets import CHINESE, GPT2_VOCABULARY, PRESETS, Preset, Shape
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pdparams")
@@ -25,7 +26,8 @@ class ModelSource:
     """What `model_name_or_path` stands for.
 
     Attributes:
-        kind: "preset", "folder", "config" (a .json file) or "flags" (sizes given one by one, no name).
+        kind: "preset", "folder", "hub" (OWNER/NAME), "config" (a .json file) or "flags" (sizes given one by one,
+            no name).
         origin: of the sizes.
         shape: its sizes, None for "flags".
         preset: the table row of a built-in name.
@@ -68,13 +70,17 @@ def find_model(parsed: Parsed) -> ModelSource:
         )
     if path.is_file():
         return ModelSource("config", Source(Origin.MODEL, name), shape_of_config(path))
+    if name not in PRESETS and is_hub_id(name):
+        shape = shape_of_config(hub_config(name))
+        return ModelSource("hub", Source(Origin.MODEL, f"{name} of the hub"), shape, None, name)
     preset = PRESETS.get(name.removesuffix(".json"))  # PaddleNLP's run_gpt3.sh uses gpt3-13B-en.json
     if preset is None:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(
             f"{named('model_name_or_path')} {name!r} is neither a folder, nor a config .json file, nor a built-in name"
-            f"{hint or ';'} built-in are {', '.join(key for key in PRESETS if '/' not in key)}"
+            f"{hint or ';'} a model of the hub is OWNER/NAME, built-in are "
+            f"{', '.join(key for key in PRESETS if '/' not in key)}"
         )
     return ModelSource("preset", Source(Origin.MODEL, f"preset {name}"), preset.shape, preset, preset.hub_id)
 
@@ -188,6 +194,8 @@ def _tokenizer_entries(parsed: Parsed) -> int | None:
         return PRESETS[name].shape.vocab_size
     if name in PRESETS:
         return GPT2_VOCABULARY
+    if is_hub_id(name) and parsed.is_default("tokenizer_name_or_path"):
+        return tokenizer_size(hub_config(name).parent)
     return tokenizer_size(Path(name)) if name else None
 
 

@@ -24,10 +24,17 @@ from gptlm.model.files import (
 from gptlm.model.presets import PRESETS
 
 TOKENIZER_FILES = [TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, "special_tokens_map.json"]
+SIZE_FILES = [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES]
 MODEL_FILES = [CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
 CONNECT_SECONDS = 2
 DEFAULT_PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
+OLD_WEIGHTS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` can only be a repository of the hub, OWNER/NAME."""
+    return "/" in name and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def hub_folder(hub_id: str, *, weights: bool) -> str:
@@ -41,18 +48,37 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
         raise GptlmError(f"{hub_id} is a file; give the folder that holds it: {path.parent}")
     if not HUB_ID.fullmatch(hub_id):
         raise GptlmError(f"{hub_id}: there is no such folder")
-    files = MODEL_FILES if weights else TOKENIZER_FILES
     cached = _cached(hub_id)
     if cached is not None and (has_weights(cached) if weights else has_tokenizer(cached)):
         return str(cached)
+    what = f"{'weights' if weights else 'tokenizer files'} of {hub_id}"
+    folder = _downloaded(hub_id, MODEL_FILES if weights else TOKENIZER_FILES, what)
+    if weights and not has_weights(Path(folder)):  # published without safetensors
+        folder = _downloaded(hub_id, OLD_WEIGHTS, what)
+    return folder
+
+
+def hub_config(hub_id: str) -> Path:
+    """The config.json of `hub_id`, which is not a local folder.
+
+    Raises:
+        GptlmError: if it is neither cached nor downloadable.
+    """
+    cached = _cached(hub_id)
+    if cached is not None and (cached / CONFIG).is_file():
+        return cached / CONFIG
+    folder = _downloaded(hub_id, SIZE_FILES, f"sizes of {hub_id} (no folder here has this name)")
+    return Path(folder) / CONFIG
+
+
+def _downloaded(hub_id: str, files: list[str], what: str) -> str:
+    """Download `files`; returns the folder. Errors begin with `what`."""
     try:
         require_network()
         return snapshot_download(hub_id, allow_patterns=files)
     except Exception as error:  # huggingface_hub and its HTTP library have many error types
-        what = "weights of" if weights else "tokenizer files of"
-        reason = reason_of(error)
         raise GptlmError(
-            f"the {what} {hub_id} are neither in the local cache nor could they be downloaded ({reason}): on a "
+            f"the {what} are neither in the local cache nor could they be downloaded ({reason_of(error)}): on a "
             f"machine with network run `hf download {hub_id} --local-dir DIR` and give the folder DIR instead"
         ) from error
 
@@ -100,22 +126,24 @@ def _obstacle(host: str, port: int) -> str | None:
 
 
 def model_folder(name: str, hint: str = "") -> str:
-    """The local folder of the trained model `name`, a folder or a built-in name.
+    """The local folder of the trained model `name`, a folder, a built-in name or a repository of the hub.
 
     Args:
-        hint: end of the message if it is neither.
+        hint: end of the message if it is none of them.
 
     Raises:
-        GptlmError: if it is neither, was never published with weights, or cannot be downloaded.
+        GptlmError: if it is none of them, was never published with weights, or cannot be downloaded.
     """
     if Path(name).is_dir():
         return name
     preset = PRESETS.get(name)
+    if preset is None and is_hub_id(name):
+        return hub_folder(name, weights=True)
     if preset is None:
         known = ", ".join(key for key in PRESETS if "/" not in key)
         raise GptlmError(
-            f"{named('model_name_or_path')} {name!r} is neither a folder nor a built-in name{hint}; "
-            f"built-in are {known}"
+            f"{named('model_name_or_path')} {name!r} is neither a folder nor a built-in name{hint}; a model of the "
+            f"hub is OWNER/NAME, built-in are {known}"
         )
     if preset.hub_id is None:
         raise GptlmError(f"no weights were ever published for {name}, it is a size only; give a trained folder")

@@ -28,7 +28,7 @@ from gptlm.errors import GptlmError, UsageError, doing, named
 from gptlm.locks import locked
 from gptlm.model.files import CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import saved_generation
-from gptlm.model.hub import model_folder
+from gptlm.model.hub import is_hub_id, model_folder
 from gptlm.model.presets import PRESETS
 from gptlm.model.tensor_files import save_model_one_by_one
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer, save_tokenizer
@@ -54,7 +54,7 @@ def convert(conversion: Conversion) -> None:
     deepspeed_without_gpu()
     quiet_transformers()
     source = Path(conversion.main.source or "")
-    if not source.exists() and str(source) not in PRESETS:
+    if not source.exists() and str(source) not in PRESETS and not is_hub_id(str(source)):
         raise GptlmError(f"--from {source}: there is no such folder, file or built-in model")
     convert_checkpoint(source if source.exists() else Path(model_folder(str(source))), conversion)
 

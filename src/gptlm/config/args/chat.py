@@ -10,7 +10,9 @@ from gptlm.config.field import LARGEST_PORT, arg
 class ChatArguments(PredictArguments):
     """Chat"""
 
-    model_name_or_path: str = arg("", "model folder, LoRA adapter folder, or built-in name (required)")
+    model_name_or_path: str = arg(
+        "", "model folder, LoRA adapter folder, built-in name, or OWNER/NAME of the hub (required)"
+    )
     tgt_length: int = arg(512, "maximum number of new tokens of an answer", ge=1, unit="tokens")
     system: str | None = arg(None, "message of the system, with which every conversation begins")
 
@@ -19,7 +21,9 @@ class ChatArguments(PredictArguments):
 class ServeArguments(PredictArguments):
     """OpenAI-compatible server"""
 
-    model_name_or_path: str = arg("", "model folder, LoRA adapter folder, or built-in name (required)")
+    model_name_or_path: str = arg(
+        "", "model folder, LoRA adapter folder, built-in name, or OWNER/NAME of the hub (required)"
+    )
     served_model_name: str | None = arg(None, "name of the model in requests; unset: that of its folder")
     tgt_length: int = arg(512, "new tokens of an answer where a request has no max_tokens", ge=1, unit="tokens")
     top_k: int = arg(0, "default of requests: keep the k most likely tokens; 0: all", ge=0)

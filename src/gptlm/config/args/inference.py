@@ -21,7 +21,7 @@ class EvaluateArguments:
 
     task: str | None = arg(None, "evaluation task (required)", choices=TASKS)
     model_name_or_path: str | None = arg(
-        None, "model folder with its tokenizer, LoRA adapter folder, or built-in name (required)"
+        None, "model folder with its tokenizer, LoRA adapter folder, built-in name, or OWNER/NAME of the hub (required)"
     )
     lora_path: str | None = arg(None, "LoRA adapter folder in PEFT format, added to the weights in memory")
     eval_path: str | None = arg(
@@ -80,7 +80,9 @@ class SizeArguments:
 class PredictArguments:
     """Text generation"""
 
-    model_name_or_path: str = arg("gpt-cpm-large-cn", "model folder, LoRA adapter folder, or built-in name")
+    model_name_or_path: str = arg(
+        "gpt-cpm-large-cn", "model folder, LoRA adapter folder, built-in name, or OWNER/NAME of the hub"
+    )
     lora_path: str | None = arg(None, "LoRA adapter folder in PEFT format, added to the weights in memory")
     prompt: list[str] = arg(
         [], "prompts; unset: --input_file, else standard input if piped, else PaddleNLP's two Chinese questions"

@@ -41,7 +41,8 @@ class ModelArguments:
     """Model"""
 
     model_name_or_path: str | None = arg(
-        "gpt2-medium-en", "built-in name, folder with config.json (and weights), or config .json file"
+        "gpt2-medium-en",
+        "built-in name, folder with config.json (and weights), OWNER/NAME of the hub, or config .json file",
     )
     tokenizer_name_or_path: str | None = arg(None, "tokenizer folder or name; unset: --model_name_or_path")
     continue_training: bool = arg(False, "start from the weights of --model_name_or_path, not from random weights")

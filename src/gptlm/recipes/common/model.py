@@ -160,7 +160,7 @@ def generator_device() -> torch.device | None:
 def weights_folder(run: Run) -> str:
     weights = run.source.weights or ""
     try:
-        return hub_folder(weights, weights=True) if run.source.kind == "preset" else weights
+        return hub_folder(weights, weights=True) if run.source.kind in ("preset", "hub") else weights
     except GptlmError as error:
         raise GptlmError(f"{error}, or start from random weights with --continue_training 0") from error
 

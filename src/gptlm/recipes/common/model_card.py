@@ -120,7 +120,7 @@ def facts_of_run(run: Run, metrics: Mapping[str, float]) -> CardFacts:
     training, source = run.training, run.source
     base = None
     if run.model.continue_training:
-        base = source.weights if source.kind == "preset" else _hub_name(run.model.model_name_or_path)
+        base = source.weights if source.kind in ("preset", "hub") else _hub_name(run.model.model_name_or_path)
     tuned = isinstance(run, SftRun)
     results = {
         name: value for name, value in metrics.items() if name.startswith(("eval_", "test_")) and _is_quality(name)

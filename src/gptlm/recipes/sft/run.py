@@ -250,7 +250,7 @@ def _size(name: str, parameter: Any, mesh: Mesh | None, vocabulary: int) -> int:
 def _base_name(run: SftRun) -> str:
     """What plain PEFT finds the model's own weights by: a name of the hub, or a folder."""
     weights = run.source.weights or ""
-    return weights if run.source.kind == "preset" else str(Path(weights).absolute())
+    return weights if run.source.kind in ("preset", "hub") else str(Path(weights).absolute())
 
 
 def _schedule(run: SftRun) -> Schedule | StockSchedule:
