@@ -145,6 +145,14 @@ def test_without_saving(command):
     assert [path.name for path in checkpoint.folders(output)] == ["checkpoint-5"]
 
 
+def test_a_command_that_begins_anew_is_told_how_to_resume(command):
+    code, error, output = command("--overwrite_output_dir", sender=Sender("on_step_begin", 6))
+    assert code == 143 and error.endswith(
+        "checkpoint-7 is where the same command resumes without --overwrite_output_dir\n"
+    )
+    assert command()[0] == 0 and checkpoint.newest(output)[0].manifest.global_step == 12
+
+
 def test_weights_only(command):
     code, error, output = command("--ignore_save_lr_and_optim", sender=Sender("on_step_begin", 6))
     assert code == 143 and error.endswith(f"after step 7; {output}/checkpoint-7 holds its weights\n")

@@ -341,7 +341,11 @@ def _end_by_signal(trainer: Any, last_logged: int) -> NoReturn:
     if not stop.saves:
         raise stop.ended(f" after step {step}, without a checkpoint of it (save_on_signal 0)")
     folder = Path(trainer.args.output_dir or "") / f"checkpoint-{step}"
-    use = "holds its weights" if trainer.args.save_only_model else "is where the same command resumes"
+    use = "is where the same command resumes"
+    if trainer.args.save_only_model:
+        use = "holds its weights"
+    elif trainer.clears_output:
+        use += " without --overwrite_output_dir"
     raise stop.ended(f" after step {step}; {folder} {use}")
 
 

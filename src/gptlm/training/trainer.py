@@ -103,6 +103,7 @@ class GPTTrainer(Trainer):
         mesh: process groups where several processes share a replica of the model.
         finds_batch_size: see `SmallerBatches`.
         save_on_signal: whether a signal saves a checkpoint, inside `gptlm.signals.ending_on_signals()`.
+        clears_output: whether the same command would begin anew, and not resume.
 
     Raises:
         GptlmError: for a value of `args` that has no effect here, see `ACCEPTED`.
@@ -126,6 +127,7 @@ class GPTTrainer(Trainer):
         schedule: Schedule | StockSchedule | None = None,
         mesh: Mesh | None = None,
         save_on_signal: bool = True,
+        clears_output: bool = False,
         finds_batch_size: bool = False,
         data_collator: Callable | None = None,
         **kwargs: Any,
@@ -158,6 +160,7 @@ class GPTTrainer(Trainer):
         self.throughput = self.run_log.start_clock(self.args.world_size)
         self.train_loss = TrainLoss(self.args.device, None)
         self.stop = SignalStop(self.args.world_size, self.args.device, saves=save_on_signal)
+        self.clears_output = clears_output
         self.is_zero_loss_logged = False
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)

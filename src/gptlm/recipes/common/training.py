@@ -189,6 +189,7 @@ def build_trainer(
         optimizer_cls_and_kwargs=make_optimizer(run, job.arguments),
         mesh=job.mesh,
         save_on_signal=training.save_on_signal,
+        clears_output=training.overwrite_output_dir,
         finds_batch_size=training.auto_find_batch_size,
         weights=make_weights(run, job),
         grad_sync=make_grad_sync(run, job, is_flat=acceleration.flat_grad_sync),
