@@ -56,7 +56,7 @@ def choose_device(device: str, *, fp16: bool, bf16: bool, level: str) -> Device:
     wanted = "cpu" if device.lower().startswith("cpu") else "cuda"
     found = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     if found != wanted:
-        logger.warning("--device %s: no GPU is visible; running on the CPU, which is slow", device)
+        logger.warning("no GPU is visible; running on the CPU, which is slow (--device cpu says that it is meant)")
     half = precision_of(fp16, bf16, level)
     if half == "fp32":
         return Device(found, "fp32")

@@ -30,6 +30,7 @@
     plot.toolbar.active_scroll = null;
     const [x] = plot.below, [y] = plot.left;
     x.formatter = new Bokeh.NumeralTickFormatter({format: "0,0"});
+    x.ticker = new Bokeh.BasicTicker({min_interval: 1});  // whole steps, of a short run too
     if (!panel.digits.includes("e")) y.formatter = new Bokeh.NumeralTickFormatter({format: "0.[000]a"});
     for (const part of plot.center) if (part instanceof Bokeh.Grid && part.dimension === 0) part.visible = false;
     for (const axis of [x, y]) axis.setv({axis_label_text_font_style: "normal", minor_tick_line_color: null});
