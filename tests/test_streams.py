@@ -96,7 +96,7 @@ def test_a_name_too_long_for_the_file_system_in_a_complete_command(command, tiny
         printed = capsys.readouterr().err
         if code:  # `plan` does not use the paths of a run
             assert "error: " in printed and printed.count("\n") == 1, (flag, printed)
-            known = ("File name too long", NAMES["long"], "--task DATA")
+            known = ("File name too long", NAMES["long"], "--task DATA", "--validation_file needs --train_file")
             assert any(words in printed for words in known), (flag, printed)
         assert code in ((0, 1, 2) if command == "plan" else (1, 2)), (flag, code, printed)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != "x") == left
