@@ -897,7 +897,7 @@ def test_compiling_changes_no_loss(train, tmp_path, more):
         torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("more", [(), ("--recompute",), ("--gradient_accumulation_steps", "2", "--torch_compile")])
+@pytest.mark.parametrize("more", [(), ("--recompute", "--gradient_accumulation_steps", "2")])
 def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path, more):
     """Losses near those of bfloat16, not the same; the same weights in the saved folder, and a run goes on exactly."""
     words = ["--bf16", "--fp16_opt_level", "O2", "--save_steps", "2", *NO_DROPOUT, *more]
