@@ -121,6 +121,8 @@ def test_layouts_that_cannot_be(flags, world, says):
         ("--bf16 --hidden_size 1000 --num_attention_heads 10", 1, "needs a multiple of 16"),
         ("--bf16 --recompute 1 --recompute_granularity full_attn", 1, "use full or core_attn"),
         ("--bf16 --fp8_skip -1", 1, "fp8_skip"),
+        ("--bf16 --num_hidden_layers 6 --fp8_skip 3", 1, "3: none of the 6 layers is left"),
+        ("--bf16 --intermediate_size 1000", 1, "intermediate_size 1000: fp8 needs a multiple of 16"),
     ],
 )
 def test_float8_goes_with_whole_bfloat16_layers(flags, world, says):

@@ -911,9 +911,9 @@ def test_float8_rounds_products_and_keeps_everything_else(train, tmp_path, more)
     assert losses(again[1]) == float8
 
 
-def test_float8_without_a_layer_is_refused(train):
+def test_float8_without_a_layer_is_refused_before_anything_is_read(train):
     with pytest.raises(UsageError, match="--fp8_skip 1: none of the 2 layers is left; use a smaller number"):
-        train("--bf16", "--fp8")
+        train("--bf16", "--fp8", data="/no/such/folder")
 
 
 @pytest.mark.parametrize("blend", [False, True])

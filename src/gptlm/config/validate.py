@@ -174,7 +174,7 @@ def steps_apart(training: TrainingArguments) -> Iterator[Problem]:
 
 
 def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
-    training, width = parsed[TrainingArguments], parsed[ModelArguments].hidden_size
+    training, model = parsed[TrainingArguments], parsed[ModelArguments]
     if not training.fp8:
         return
     if not training.bf16 or training.fp16_opt_level == "O0":
@@ -192,8 +192,12 @@ def _float8(parsed: Parsed, dims: ParallelDims) -> Iterator[Problem]:
             f"does not work with {named('recompute_granularity')} {training.recompute_granularity}; use full or "
             "core_attn",
         )
-    if width and width % 16:
-        yield Problem("hidden_size", f"{width}: fp8 needs a multiple of 16")
+    for name in ("hidden_size", "intermediate_size"):
+        if (size := getattr(model, name)) and size % 16:
+            yield Problem(name, f"{size}: fp8 needs a multiple of 16")
+    skipped, layers = training.fp8_skip, model.num_hidden_layers
+    if layers and 2 * skipped >= layers:
+        yield Problem("fp8_skip", f"{skipped}: none of the {layers} layers is left; use a smaller number")
 
 
 def _weights(parsed: Parsed, source: ModelSource) -> Iterator[Problem]:

@@ -151,7 +151,7 @@ def _ranges(
         except MemoryError as error:
             size = (bounds[1] - bounds[0]) * repeat * dtype.itemsize
             raise GptlmError(
-                f"the sample index needs {size / 2**30:,.1f} GiB of memory at once, more than there is; train for "
+                f"the sample index needs {size / 2**30:,.1f} GiB of memory, more than there is; train for "
                 "fewer steps or with a smaller global batch"
             ) from error
         if rng is not None:

@@ -11,7 +11,6 @@ from gptlm.config.run import Run
 from gptlm.errors import UsageError, named
 from gptlm.kernels.compiling import compile_model, compile_obstacle, lengths_obstacle
 from gptlm.kernels.float8 import Float8Weights
-from gptlm.kernels.float8_operators import MULTIPLE
 from gptlm.kernels.label_smoothing import smooth_labels
 from gptlm.model.gpt import GPTLMHeadModel
 from gptlm.parallel.zero_config import gathers_whole_blocks, stage_of
@@ -236,7 +235,7 @@ def use_float8(run: Run, model: GPTLMHeadModel, deepspeed: dict[str, Any] | None
         The weights of these products, which have to be rounded again when weights change; None without --fp8.
 
     Raises:
-        UsageError: under stage 3 of ZeRO, which --deepspeed FILE may ask for, or without a block.
+        UsageError: under stage 3 of ZeRO, which --deepspeed FILE may ask for.
     """
     if not run.training.fp8:
         return None
@@ -244,14 +243,6 @@ def use_float8(run: Run, model: GPTLMHeadModel, deepspeed: dict[str, Any] | None
         raise UsageError("--fp8 does not work with ZeRO stage 3, which splits the weights; use stage 1 or 2")
     skipped, blocks = run.training.fp8_skip, model.transformer.own_blocks
     chosen = blocks[skipped : len(blocks) - skipped]
-    if not chosen:
-        raise UsageError(f"--fp8_skip {skipped}: none of the {len(blocks)} layers is left; use a smaller number")
-    inner = chosen[0].mlp.c_fc.out_features
-    if any(size % MULTIPLE for size in (chosen[0].mlp.c_fc.in_features, inner)):
-        raise UsageError(
-            f"--fp8 needs layers whose width ({chosen[0].mlp.c_fc.in_features}, {inner} inside) is a "
-            f"multiple of {MULTIPLE}; leave --fp8 out"
-        )
     model.transformer.chains_blocks = True
     logger.info("the matrix products of %d of %d layers are float8", len(chosen), len(blocks))
     return Float8Weights(chosen)
