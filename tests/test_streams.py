@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,18 @@ def test_a_stream_that_cannot_be_used(words, redirected, code, says):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code and says in done.stderr
     assert not done.stderr or (done.stderr.count("\n") == 1 and "error: " in done.stderr)
+
+
+def test_a_line_is_one_write():
+    """Lines of several ranks on one pipe are not mixed, with PYTHONUNBUFFERED, too."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_DGRAM)
+    with ours, theirs:
+        ours.settimeout(5)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-c", MAIN, "data", "merge"]
+        done = subprocess.run(command, env=environment, stdout=theirs, stderr=theirs, timeout=120)
+        written = ours.recv(10_000).decode()
+    assert done.returncode == 2 and written.startswith("gptlm data: error: ") and written.endswith("\n")
 
 
 def vocabularies():

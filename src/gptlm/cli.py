@@ -63,14 +63,14 @@ def _ended(name: str, by: KeyboardInterrupt | Terminated | FileCutOff) -> int:
         return by.reported(name)
     if isinstance(by, FileCutOff):
         return _failed(name, GptlmError(str(by)))
-    print(f"gptlm {name}: interrupted", file=sys.stderr)
+    sys.stderr.write(f"gptlm {name}: interrupted\n")
     return 130
 
 
 def _failed(name: str, error: Exception) -> int:
     """Print why the command failed; returns the exit code."""
     if isinstance(error, GptlmError):
-        print(_with_prefix(name, printed(error)), file=sys.stderr)
+        sys.stderr.write(_with_prefix(name, printed(error)))
         return error.exit_code
     if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
         discard_output()
@@ -79,7 +79,7 @@ def _failed(name: str, error: Exception) -> int:
     if isinstance(error, OSError) and not error.filename and not can_write_output():
         error.filename = "standard output"
         discard_output()
-    print(_with_prefix(name, report(error, name, debug=debug)), file=sys.stderr)
+    sys.stderr.write(_with_prefix(name, report(error, name, debug=debug)))
     return 1
 
 
@@ -114,13 +114,16 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _with_prefix(command: str, text: str) -> str:
-    """Every line of an error with the command and the rank, because lines of several ranks are mixed."""
+    """Every line of an error with the command and the rank, because lines of several ranks are mixed.
+
+    To be written in one go: `print` writes the last line end apart.
+    """
     try:
         shown = f"rank {rank()}: " if is_launched() else ""
     except UsageError:  # this may be the error
         shown = ""
     prefix = f"{f'gptlm {command}'.strip()}: {shown}error: "
-    return "\n".join(prefix + line for line in text.splitlines() or [""])
+    return "".join(f"{prefix}{line}\n" for line in text.splitlines() or [""])
 
 
 def _versions() -> str:

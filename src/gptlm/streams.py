@@ -1,5 +1,6 @@
 """Standard input, output and error, which the caller may have closed, or connected to what cannot be written."""
 
+import io
 import os
 import sys
 from typing import IO, Any
@@ -15,6 +16,8 @@ def require_utf8() -> None:
 def open_standard_streams() -> None:
     """Open the streams that are closed, so that no file gets their numbers, and print text that is not UTF-8 escaped.
 
+    A line is written as a whole, with PYTHONUNBUFFERED, too: the lines of several ranks are not mixed.
+
     Writing to an output that was closed fails, as writing to a full disk does; what is printed to a closed standard
     error is lost.
     """
@@ -25,8 +28,11 @@ def open_standard_streams() -> None:
     if sys.stderr is None:
         sys.stderr = _opened(2, os.O_WRONLY, "w")
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # else another program collects the output
-            stream.reconfigure(errors="backslashreplace")
+        if not isinstance(stream, io.TextIOWrapper):  # another program collects the output
+            continue
+        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream.buffer, io.FileIO):  # PYTHONUNBUFFERED writes words and line ends apart
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def can_write_output() -> bool:
