@@ -172,6 +172,7 @@ def ended(request: dict[str, Any]) -> int:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
+            sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         return 1
@@ -185,7 +186,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # as the interpreter does
+        except OSError as error:  # as the interpreter does
+            sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
             code = 120
     os._exit(code)
 

@@ -31,7 +31,7 @@ ENDS = {
     "os.kill(os.getpid(), signal.SIGKILL)": -9,
     "os.kill(os.getpid(), signal.SIGTERM)": -15,
     "os.kill(os.getpid(), signal.SIGINT)": -2,
-    "os.close(1)": 0,
+    "os.close(1)": 120,  # what was printed cannot be written
 }
 
 
