@@ -67,6 +67,7 @@ NOW = [  # one and two H200, gradients exchanged in one go; benchmarks/train.py
     (M345, Layout(micro=16), 18.2),
     (M345, Layout(micro=32), 30.3),
     (BILLION, Layout(micro=8), 30.3),
+    (replace(BILLION, float8_layers=22), Layout(micro=8), 30.9),
     (M345, Layout(micro=16, data=2, shards=2, stage=1), 16.9),
     (M345, Layout(micro=16, data=2, shards=2, stage=2), 16.9),
 ]
@@ -103,6 +104,12 @@ def test_tensor_parallelism_has_two_buckets(precision, bytes_each):
     assert memory_of(M345, layout).buffers == 2 * 5 * 10**7 * bytes_each
     assert memory_of(M345, layout, bucket=1000).buffers == 2 * 1000 * bytes_each
     assert memory_of(M345, Layout(tensor=2, stage=1)).buffers == 0
+
+
+def test_matrices_have_two_float8_copies():
+    """Those of 22 layers: 12 D^2 values of one byte, as they are and transposed."""
+    more = memory_of(replace(M345, float8_layers=22), Layout()).total - memory_of(M345, Layout()).total
+    assert more == 22 * 2 * 12 * 1024**2
 
 
 def test_parameters():

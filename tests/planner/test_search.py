@@ -165,6 +165,27 @@ def test_the_printed_command_takes_back_what_the_job_says():
         assert (run.batch.micro, run.batch.accumulation) == (layout.micro, layout.accumulation)
 
 
+@pytest.mark.parametrize(
+    ("more", "only"),
+    [
+        ("--fp8", {(1, 1, stage, recompute) for stage in (0, 1, 2) for recompute in ("", "full")}),
+        ("--fp16_opt_level O1 --optim adafactor", {(1, 1, 0, recompute) for recompute in ("", "full", "full_attn")}),
+    ],
+)
+def test_only_layouts_that_the_other_arguments_allow(more, only, capsys):
+    """Seven cards could have a pipeline alone."""
+    words = [*WORDS.split(), *more.split()]
+    job = parse_plan(["--num_gpus", "4", *words])
+    found = [c.layout for c in candidates(M345, Cluster(4), 32, "O2", job.refusal)]
+    assert {(x.tensor, x.pipeline, x.stage, x.recompute) for x in found} == only
+    assert main(["plan", "--num_gpus", "7", *words]) == 1
+    said = capsys.readouterr().err
+    assert "the other arguments allow no layout of 7 cards" in said
+    assert "does not work with tensor and pipeline parallelism (tensor degree 1, pipeline degree 7)" in said
+    with pytest.raises(UsageError, match="no layout of 7 processes fits"):
+        with_layout([*words, "--auto_parallel"], {"WORLD_SIZE": "7"})
+
+
 def test_auto_parallel_takes_the_best(capsys):
     words = with_layout([*WORDS.split(), "--auto_parallel", "--auto_parallel_memory", "5"], {"WORLD_SIZE": "4"})[0]
     run = parse_pretrain(words, {"WORLD_SIZE": "4"}, printing=True)

@@ -1,7 +1,7 @@
 """`gptlm plan`: the parallel layouts that fit a machine; and the layout that `--auto_parallel` chooses."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gptlm.commands.pretrain import PRETRAIN, parse_pretrain
@@ -12,10 +12,10 @@ from gptlm.config.origin import Origin
 from gptlm.config.parser import Vocabulary, parse
 from gptlm.config.problem import usage_error
 from gptlm.config.run import PretrainRun, tried
-from gptlm.errors import UsageError
+from gptlm.errors import GptlmError, UsageError
 from gptlm.planner.args import PlanArguments, PlanJob, precision_of, sizes_of, words_of
-from gptlm.planner.memory import GIB
-from gptlm.planner.search import Cluster, candidates
+from gptlm.planner.memory import GIB, Layout
+from gptlm.planner.search import Cluster, candidates, smallest
 
 OWN = Vocabulary((PlanArguments,))
 PLAN = replace(PRETRAIN, groups=(PlanArguments, *PRETRAIN.groups), sections=None)
@@ -52,7 +52,32 @@ def parse_plan(argv: Sequence[str]) -> PlanJob:
         split = max(parallel.tensor_parallel_degree, 1) * max(parallel.pipeline_parallel_degree, 1)
         total *= max(machine.num_gpus // split, 1)
     parallel = replace(parallel, sharding=run.parallel.sharding)
-    return PlanJob(machine, run, tuple(rest), parallel, training, total)
+    refusal = refusals(rest, parallel, training, machine.num_gpus)
+    return PlanJob(machine, run, tuple(rest), parallel, training, total, refusal)
+
+
+def refusals(
+    words: Sequence[str], parallel: ParallelArguments, training: TrainingArguments, world: int
+) -> Callable[[Layout], str]:
+    """Why `pretrain WORDS` refuses a layout of `world` processes, "" if it takes it: --fp8 and --optim allow few.
+
+    Layouts that differ in the batch alone are tried once.
+    """
+    known: dict[Layout, str] = {}
+
+    def refusal(layout: Layout) -> str:
+        kind = replace(layout, micro=1, accumulation=1)
+        if kind not in known:
+            total = ["--global_batch_size", str(layout.micro * layout.accumulation * layout.data)]
+            more = [*total, *words_of(layout, parallel, training), "--world_size", str(world), "--auto_parallel", "0"]
+            try:
+                parse_pretrain([*words, *more], {}, printing=True)
+                known[kind] = ""
+            except GptlmError as error:
+                known[kind] = str(error).splitlines()[0]
+        return known[kind]
+
+    return refusal
 
 
 def _own_words(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -121,7 +146,9 @@ def with_layout(argv: list[str], environment: Mapping[str, str]) -> tuple[list[s
     world, memory = parsed[ParallelArguments].world_size or 1, run.parallel.auto_parallel_memory
     total = run.batch.total * (max(world // split, 1) if training.global_batch_size is None else 1)
     sizes = sizes_of(run)
-    found = candidates(sizes, Cluster(world, min(world, 8), memory * GIB), total, precision_of(run))
+    cluster = Cluster(world, min(world, 8), memory * GIB)
+    refusal = refusals(argv, parallel, training, world)
+    found = candidates(sizes, cluster, total, precision_of(run), refusal)
     if not found:
         raise UsageError(
             f"{asked}: no layout of {world} processes fits into {memory:g} GiB per GPU with a global batch of {total}; "

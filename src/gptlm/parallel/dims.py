@@ -60,6 +60,9 @@ class ParallelDims:
         """Whether a replica of the model is split over several processes."""
         return self.tensor * self.pipeline > 1
 
+    def __str__(self) -> str:
+        return f"tensor degree {self.tensor}, pipeline degree {self.pipeline}"
+
     def rank_at(self, place: Place) -> int:
         """Megatron-LM's order, in which the processes of a tensor-parallel group are neighbours: they communicate most.
 

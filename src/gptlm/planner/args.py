@@ -1,5 +1,6 @@
 """Arguments of `gptlm plan`, and what the planner takes from a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class PlanJob:
         typed: the arguments of pretraining as typed.
         parallel, training: these arguments before anything is derived, except `sharding` by any alias.
         global_batch: samples per optimizer step on all GPUs.
+        refusal: why the other arguments do not allow a layout; "" if they do.
     """
 
     machine: PlanArguments
@@ -40,10 +42,11 @@ class PlanJob:
     parallel: ParallelArguments
     training: TrainingArguments
     global_batch: int
+    refusal: Callable[[Layout], str]
 
 
 def sizes_of(run: PretrainRun) -> Sizes:
-    shape = run.shape
+    shape, training = run.shape, run.training
     return Sizes(
         layers=shape.num_hidden_layers,
         width=shape.hidden_size,
@@ -52,6 +55,7 @@ def sizes_of(run: PretrainRun) -> Sizes:
         vocabulary=shape.vocab_size,
         positions=shape.max_position_embeddings,
         length=run.data.max_seq_length,
+        float8_layers=shape.num_hidden_layers - 2 * training.fp8_skip if training.fp8 else 0,
     )
 
 

@@ -18,7 +18,11 @@ LARGE_BUCKET = 5 * 10**8  # DeepSpeed's default, with which the factors in `_buf
 
 @dataclass(frozen=True)
 class Sizes:
-    """A network and its samples: layers, width, feed-forward width, heads, vocabulary, positions, tokens a sample."""
+    """A network and its samples: layers, width, feed-forward width, heads, vocabulary, positions, tokens a sample.
+
+    Attributes:
+        float8_layers: layers whose matrix products are float8 ones.
+    """
 
     layers: int
     width: int
@@ -27,6 +31,12 @@ class Sizes:
     vocabulary: int
     positions: int
     length: int
+    float8_layers: int = 0
+
+    @property
+    def float8_copies(self) -> int:
+        """Bytes of the matrices in float8, as they are and transposed (kernels/float8.py)."""
+        return 2 * self.float8_layers * (4 * self.width**2 + 2 * self.width * self.inner)
 
     @property
     def layer_parameters(self) -> int:
@@ -107,8 +117,9 @@ def memory_of(sizes: Sizes, layout: Layout, bucket: int = BUCKET) -> Memory:
     else:
         activations = first
     buffers = _buffers(own, layout, bucket)
-    more = {"activations": activations, "output": output, "buffers": buffers, "update": _update(own, layout)}
-    return Memory(**_states(own, layout), **more)
+    more = {"activations": activations, "output": output, "update": _update(own, layout)}
+    # --fp8 allows no split layers
+    return Memory(**_states(own, layout), **more, buffers=buffers + sizes.float8_copies)
 
 
 def in_flight(layout: Layout) -> float:

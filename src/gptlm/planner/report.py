@@ -21,7 +21,7 @@ def plan(job: PlanJob) -> Candidate:
     """
     sizes, machine = sizes_of(job.run), cluster_of(job.machine)
     batch, precision = job.global_batch, precision_of(job.run)
-    found = candidates(sizes, machine, batch, precision)
+    found = candidates(sizes, machine, batch, precision, job.refusal)
     _check(job, found, sizes, machine, precision)
     print(
         f"{sizes.parameters / 1e9:.2f}B parameters, {sizes.length} tokens a sample, global batch {batch}, {precision}, "
@@ -71,7 +71,14 @@ def _check(job: PlanJob, found: list[Candidate], sizes: Sizes, machine: Cluster,
     if found:
         return
     batch = job.global_batch
-    least = smallest(sizes, machine, batch, precision)
+    least = smallest(sizes, machine, batch, precision, job.refusal)
+    refused = smallest(sizes, machine, batch, precision)
+    if least is None and refused is not None:
+        words = " ".join(words_of(refused.layout, job.parallel, job.training))
+        raise GptlmError(
+            f"the other arguments allow no layout of {machine.cards} cards with a global batch of {batch}; with "
+            f"{words}: {job.refusal(refused.layout)}"
+        )
     if least is None:
         raise GptlmError(
             f"no layout divides: {machine.cards} cards, global batch {batch}, {sizes.heads} heads, {sizes.layers} "

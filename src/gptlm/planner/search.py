@@ -5,7 +5,8 @@ tensor-parallel all-reduces over the links of a node, gradient reduction over th
 the pipeline's bubble.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from gptlm.planner.memory import GIB, Layout, Memory, Sizes, memory_of
@@ -46,22 +47,36 @@ class Candidate:
         return layout.micro * layout.accumulation * layout.data * sizes.length / self.seconds
 
 
-def candidates(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> list[Candidate]:
-    """The layouts that fit into memory, fastest first; equally fast ones by memory."""
+def nothing(layout: Layout) -> str:
+    """Refuses no layout."""
+    return ""
+
+
+def candidates(
+    sizes: Sizes, cluster: Cluster, global_batch: int, precision: str, refusal: Callable[[Layout], str] = nothing
+) -> list[Candidate]:
+    """The layouts that fit into memory, fastest first; equally fast ones by memory.
+
+    Args:
+        refusal: why a layout is not possible; "" if it is.
+    """
     found = []
     for layout in layouts(sizes, cluster, global_batch, precision):
         memory = memory_of(sizes, layout)
-        if memory.total <= cluster.memory * USABLE:
+        if memory.total <= cluster.memory * USABLE and not refusal(layout):
             found.append(Candidate(layout, memory, step_seconds(sizes, cluster, layout)))
     return sorted(found, key=lambda c: (float(f"{c.seconds:.9g}"), c.memory.total))
 
 
-def smallest(sizes: Sizes, cluster: Cluster, global_batch: int, precision: str) -> Candidate | None:
-    """The layout that needs least memory, whether it fits or not; None if the degrees divide nothing."""
-    every = [(memory_of(sizes, layout), layout) for layout in layouts(sizes, cluster, global_batch, precision)]
-    if not every:
+def smallest(
+    sizes: Sizes, cluster: Cluster, global_batch: int, precision: str, refusal: Callable[[Layout], str] = nothing
+) -> Candidate | None:
+    """The possible layout that needs least memory, whether it fits or not; None if there is none."""
+    possible = itertools.filterfalse(refusal, layouts(sizes, cluster, global_batch, precision))
+    found = [(memory_of(sizes, layout), layout) for layout in possible]
+    if not found:
         return None
-    memory, layout = min(every, key=lambda pair: pair[0].total)
+    memory, layout = min(found, key=lambda pair: pair[0].total)
     return Candidate(layout, memory, step_seconds(sizes, cluster, layout))
 
 
