@@ -42,6 +42,7 @@ from gptlm.failures import DEBUG_HELP, logged_in
 from gptlm.launcher.args import HELP as LAUNCH_HELP
 from gptlm.launcher.args import LAUNCH, check_cards, parse_launch
 from gptlm.model.adapter_files import base_and_adapters, read_adapter_config
+from gptlm.model.hub import adapter_folder
 from gptlm.ranks import check_connection, world_size
 from gptlm.upstream.transformers import import_quickly
 
@@ -112,7 +113,7 @@ def merge_lora(argv: Sequence[str]) -> None:
         print(resolve_merge(words).as_json())
         return
     command = with_conversions(lambda: parse_merge(words), _convert)
-    read_adapter_config(Path(command.main.lora_path or ""))
+    read_adapter_config(adapter_folder(command.main.lora_path or ""))
     with logged_in(command.main.output_path):
         with importing():
             from gptlm.recipes.merge_lora import merge_lora as recipe

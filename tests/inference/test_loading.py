@@ -155,6 +155,10 @@ def change(folder, tensors):
         (settings(lora_alpha=float("nan")), "lora_alpha nan"),
         (settings(target_modules=[]), r"target_modules is \[\]"),
         (settings(target_modules=["c_attn"]), "the file has .*c_proj.lora_A.weight, target_modules is c_attn"),
+        (
+            lambda folder, tensors: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+            "are adapter_model.bin, which is not read; load them with PEFT's PeftModel",
+        ),
         (settings(use_dora=True), r"lack 8 tensors \(first: .*lora_magnitude_vector\)"),
     ],
 )

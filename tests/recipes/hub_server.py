@@ -1,13 +1,15 @@
-"""A stand-in for the HuggingFace hub: the HTTP calls of an upload, answered from memory."""
+"""A stand-in for the HuggingFace hub: the HTTP calls of uploads and downloads, answered from memory."""
 
 import base64
 import json
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+COMMIT = "1" * 40
 WRITES, READS = "hf_SECRETwrites", "hf_SECRETreads"
 LARGE = 2000  # bytes; larger files go to the store of large files
 
@@ -64,11 +66,35 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/store/"):
             self.server.blobs[path.rpartition("/")[2]] = body
             return self.answer({})
+        if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            return self.send(*found.groups())
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/[^/]+", path):
+            return self.listing(*found.groups())
         if token not in (WRITES, READS):
             return self.answer({"error": "Invalid username or password."}, 401)
         return self.api(path, body, token)
 
-    do_GET = do_POST = do_PUT = handle_request  # noqa: N815 - names of http.server
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request  # noqa: N815 - names of http.server
+
+    def listing(self, name, kind):
+        if name not in self.server.repositories:
+            return self.answer({"error": "Repository not found"}, 404)
+        files = self.server.repositories[name].branches["main"].items()
+        if kind == "revision":
+            return self.answer({"id": name, "sha": COMMIT})
+        return self.answer(
+            [{"type": "file", "path": file, "size": len(content), "oid": COMMIT} for file, content in files]
+        )
+
+    def send(self, name, file):
+        content = self.server.repositories[name].branches["main"][file]
+        self.send_response(200)
+        for key, value in (("ETag", sha256(content).hexdigest()), ("Content-Length", len(content))):
+            self.send_header(key, str(value))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
     def api(self, path, body, token):
         content = json.loads(body) if body and "/commit/" not in path else {}
@@ -135,8 +161,8 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.blobs[value["oid"]]
         self.answer(
             {
-                "commitUrl": f"{self.server.address}/{name}/commit/{'1' * 40}",
-                "commitOid": "1" * 40,
+                "commitUrl": f"{self.server.address}/{name}/commit/{COMMIT}",
+                "commitOid": COMMIT,
                 "pullRequestUrl": None,
             }
         )

@@ -31,6 +31,8 @@ def hub(monkeypatch):
     _obstacle.cache_clear()
     with serving() as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.address)
+        template = found.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         for name, value in (("HF_ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", "1"), ("NO_PROXY", "127.0.0.1")):

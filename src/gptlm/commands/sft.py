@@ -8,7 +8,7 @@ from gptlm.compat import litgpt, llamafactory, paddlenlp, transformers
 from gptlm.compat.auto_convert import take_external_adapters, take_external_model, take_external_start
 from gptlm.compat.defaults import apply_evaluation_alias
 from gptlm.compat.other_yaml import refuse_other_yaml
-from gptlm.config.adapters import derive_adapters
+from gptlm.config.adapters import derive_adapters, find_adapters
 from gptlm.config.args.hub import HubArguments
 from gptlm.config.args.sft import LoraArguments, SftArguments
 from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
@@ -87,10 +87,11 @@ def parse_sft(
     derive_actions(parsed)
     apply_evaluation_alias(parsed)
     derive_evaluations(parsed)
+    adapters = find_adapters(parsed, printing)
     source = tried(lambda: find_start(parsed), problems)
     if source is not None and source.shape is not None:
         derive_lengths(parsed, source.shape.max_position_embeddings)
-        problems += derive_adapters(parsed, source.shape, printing)
+        problems += derive_adapters(parsed, source.shape, adapters)
     derive_fine_tuning(parsed)
     found = resolve(
         parsed,
@@ -104,6 +105,7 @@ def parse_sft(
         model=parsed[ModelArguments],
         data=parsed[SftArguments],
         lora=parsed[LoraArguments],
+        adapters=adapters,
         parallel=parsed[ParallelArguments],
         training=parsed[TrainingArguments],
         hub=parsed[HubArguments],

@@ -38,8 +38,8 @@ def split_problems(degree: int, name: str, lora_path: str | None, shape: Shape) 
     if adapters:
         yield Problem(
             FLAG,
-            f"{degree}: the adapters in {adapters} are not split over processes; make a model of them and their base "
-            f"first: gptlm merge-lora --lora_path {adapters} --output_path DIR",
+            f"{degree}: the adapters in {lora_path or name} are not split over processes; make a model of them and "
+            f"their base first: gptlm merge-lora --lora_path {lora_path or name} --output_path DIR",
         )
     heads, inner = shape.num_attention_heads, shape.intermediate_size
     if heads % degree or inner % degree:
@@ -68,7 +68,7 @@ def find_shape(name: str, lora_path: str | None) -> Shape:
     elif is_hub_id(base):
         shape = shape_of_config(hub_config(base))
     else:
-        hint = base_hint(adapters)
+        hint = base_hint((lora_path or name) if adapters else None)
         raise GptlmError(
             f"{named('model_name_or_path')} {base!r} is neither a folder nor a built-in name{hint}; a model of the "
             "hub is OWNER/NAME"

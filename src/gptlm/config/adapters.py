@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.config.args.sft import LoraArguments, wrong_alphas, wrong_ranks
-from gptlm.config.args.training import ParallelArguments, TrainingArguments
+from gptlm.config.args.training import ModelArguments, ParallelArguments, TrainingArguments
 from gptlm.config.origin import Origin, Source, derived
 from gptlm.config.parser import Parsed, shown
 from gptlm.config.problem import Problem
-from gptlm.errors import named
+from gptlm.errors import GptlmError, named
 from gptlm.json_text import parse_json
-from gptlm.model.adapter_files import check_fit, matrices_in, read_adapter_config
+from gptlm.model.adapter_files import base_hint, check_fit, matrices_in, read_adapter_config
 from gptlm.model.adapter_kinds import (
     ALL_LINEAR,
     MATRICES,
@@ -25,7 +25,8 @@ from gptlm.model.adapter_kinds import (
     wrong_initialization,
 )
 from gptlm.model.files import ADAPTER_CONFIG
-from gptlm.model.presets import Shape
+from gptlm.model.hub import adapter_folder, is_hub_id
+from gptlm.model.presets import PRESETS, Shape
 
 LORA_ONLY = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "merge_weights", "use_dora", "use_rslora",
@@ -37,20 +38,53 @@ NARROWED = ("layers_to_transform", "layers_pattern", "exclude_modules")  # PEFT'
 STAGE3 = "does not work with sharding stage3, which splits the weights; use stage1 or stage2"
 
 
-def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Problem]:
-    """Kind, rank, scale and modules of the adapters in lora_path; returns the arguments that contradict them."""
+def find_adapters(parsed: Parsed, printing: bool) -> Path | None:
+    """The folder of the adapters that lora_path names; None without them, or while printing if they are not there.
+
+    Their base becomes the model if the command names none.
+
+    Raises:
+        GptlmError: if they cannot be downloaded, or are damaged.
+    """
+    name = parsed[LoraArguments].lora_path
+    if not name:
+        return None
+    unknown = "rank and scale of its adapters are not known"
+    try:
+        folder = adapter_folder(name)
+    except GptlmError as error:
+        if not printing:
+            raise
+        parsed.note(f"lora_path {name}: {unknown}, {error}")
+        return None
+    if printing and not folder.is_dir():
+        parsed.note(f"lora_path {name} is not there: {unknown}")
+        return None
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if base and parsed.is_default("model_name_or_path"):
+        if base not in PRESETS and not is_hub_id(base) and not Path(base).exists():
+            raise GptlmError(f"{base}, the base model of the adapters {name}, is not here{base_hint(name)}")
+        parsed.put(replace(parsed[ModelArguments], model_name_or_path=base), derived(f"the base of {name}"))
+    return folder
+
+
+def derive_adapters(parsed: Parsed, shape: Shape, folder: Path | None) -> list[Problem]:
+    """Kind, rank, scale and modules of the adapters in lora_path; returns the arguments that contradict them.
+
+    Args:
+        folder: from `find_adapters`.
+    """
     lora = parsed[LoraArguments]
     if lora.lora_target_modules == [ALL_LINEAR]:
         source = parsed.sources["lora_target_modules"]
         parsed.set("lora_target_modules", EVERY_MATRIX, source)
     if not lora.lora_path:
         return []
-    folder = Path(lora.lora_path)
+    name = lora.lora_path
     if not lora.lora:
         lora = parsed.put(replace(lora, lora=True), derived("lora_path"))
-        parsed.note(f"{parsed.typed_as('lora_path')} {folder}: its adapters are trained, {named('lora')} is on")
-    if printing and not folder.is_dir():
-        parsed.note(f"lora_path {folder} is not there: rank and scale of its adapters are not known")
+        parsed.note(f"{parsed.typed_as('lora_path')} {name}: its adapters are trained, {named('lora')} is on")
+    if folder is None:
         return []
     settings = read_adapter_config(folder)
     check_fit(folder, shape)
@@ -58,22 +92,22 @@ def derive_adapters(parsed: Parsed, shape: Shape, printing: bool) -> list[Proble
         return [
             Problem(
                 "lora_path",
-                f"{folder}: its adapters have {odd} = {settings.get(odd)!r}, which fine-tuning here cannot resume; "
+                f"{name}: its adapters have {odd} = {settings.get(odd)!r}, which fine-tuning here cannot resume; "
                 "merge them with gptlm merge-lora and start from the merged model",
             )
         ]
     problems = []
     if not parsed.is_default("init_lora_weights"):
-        text = f"{lora.init_lora_weights}: the adapters in {folder} have their values; leave the flag out"
+        text = f"{lora.init_lora_weights}: the adapters in {name} have their values; leave the flag out"
         problems.append(Problem("init_lora_weights", text))
         parsed.put(replace(parsed[LoraArguments], init_lora_weights="true"), derived("lora_path"))
     for flag, value in _stored(folder, settings).items():
         given = parsed.value(flag)
         if parsed.is_default(flag):
-            parsed.set(flag, value, Source(Origin.MODEL, str(folder / ADAPTER_CONFIG)))
+            parsed.set(flag, value, Source(Origin.MODEL, str(Path(name) / ADAPTER_CONFIG)))
         elif _comparable(given) != _comparable(value):
             own, other = (f"{v:g}" if isinstance(v, float) else shown(v) for v in (value, given))
-            problems.append(Problem(flag, f"{other}: the adapters in {folder} have {own}; leave the flag out"))
+            problems.append(Problem(flag, f"{other}: the adapters in {name} have {own}; leave the flag out"))
     return problems
 
 

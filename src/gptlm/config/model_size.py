@@ -8,8 +8,9 @@ from pathlib import Path
 from gptlm.config.args.training import ModelArguments, ParallelArguments
 from gptlm.config.origin import DEFAULT, Origin, Source, derived
 from gptlm.config.parser import Parsed
-from gptlm.errors import UsageError, named
-from gptlm.model.files import has_weights, shape_of_config, tokenizer_size
+from gptlm.errors import GptlmError, UsageError, named
+from gptlm.model.adapter_files import is_adapter
+from gptlm.model.files import adapters_alone, has_weights, shape_of_config, tokenizer_size
 from gptlm.model.hub import hub_config, is_hub_id
 from gptlm.model.presets import CHINESE, GPT2_VOCABULARY, PRESETS, Preset, Shape
 
@@ -46,7 +47,7 @@ def find_model(parsed: Parsed) -> ModelSource:
 
     Raises:
         UsageError: if it is neither a built-in name, nor a model folder, nor a config file.
-        GptlmError: if its config.json cannot be read.
+        GptlmError: if its config.json cannot be read, or it holds adapters.
     """
     model = parsed[ModelArguments]
     name = model.model_name_or_path
@@ -71,7 +72,10 @@ def find_model(parsed: Parsed) -> ModelSource:
     if path.is_file():
         return ModelSource("config", Source(Origin.MODEL, name), shape_of_config(path))
     if name not in PRESETS and is_hub_id(name):
-        shape = shape_of_config(hub_config(name))
+        config = hub_config(name)
+        if is_adapter(config.parent):
+            raise GptlmError(adapters_alone(name))
+        shape = shape_of_config(config)
         return ModelSource("hub", Source(Origin.MODEL, f"{name} of the hub"), shape, None, name)
     preset = PRESETS.get(name.removesuffix(".json"))  # PaddleNLP's run_gpt3.sh uses gpt3-13B-en.json
     if preset is None:

@@ -169,10 +169,15 @@ class PretrainRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class SftRun(Run):
-    """A run on prompts and responses."""
+    """A run on prompts and responses.
+
+    Attributes:
+        adapters: the folder of the adapters that lora_path names, if any.
+    """
 
     data: SftArguments
     lora: LoraArguments
+    adapters: Path | None
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -183,8 +188,9 @@ class SftRun(Run):
         base, adapters = super().evaluated, self.lora.lora_path
         if base is None or not adapters:
             return base
-        own = Path(adapters).resolve() == Path(self.training.output_dir or "").resolve()
-        return None if own else f"{base} with the adapters {Path(adapters).resolve()}"
+        folder = Path(adapters).resolve()
+        own = folder == Path(self.training.output_dir or "").resolve()
+        return None if own else f"{base} with the adapters {folder if folder.is_dir() else adapters}"
 
     @property
     def trains_all(self) -> bool:

@@ -26,13 +26,15 @@ def find_model(name: str, lora_path: str | None) -> tuple[str, str | None]:
     """The local folder of the model `name`, and the folder of its adapters or None.
 
     Args:
-        name: a folder with a model, a folder with adapters (which names its base model), or a built-in name.
+        name: a folder or a repository of the hub with a model or with adapters (which name their base model), or a
+            built-in name.
+        lora_path: a folder or a repository of the hub with adapters.
 
     Raises:
         GptlmError: if the model is not found, or the adapters' configuration cannot be read.
     """
     base, adapters = base_and_adapters(name, lora_path)
-    return model_folder(base, base_hint(adapters)), adapters
+    return model_folder(base, base_hint((lora_path or name) if adapters else None)), adapters
 
 
 def check_model_folder(source: str, lora_path: str | None = None) -> None:

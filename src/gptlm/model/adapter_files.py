@@ -13,9 +13,11 @@ from gptlm.model.files import (
     has_weights,
     read_json,
 )
-from gptlm.model.presets import Shape
+from gptlm.model.hub import adapter_folder, hub_config, is_hub_id
+from gptlm.model.presets import PRESETS, Shape
 from gptlm.model.safetensors_io import tensor_shapes
 
+OLD_WEIGHTS = "adapter_model.bin"  # a pickle, of PEFT before 0.5
 REQUIRED: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (list, str)}  # key -> types
 LORA_A = re.compile(r"\.h\.(?P<layer>\d+)\.(?P<matrix>[\w.]+)\.lora_A\.weight$")
 
@@ -34,7 +36,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         found = "does not exist" if not folder.is_dir() else f"holds no adapters: {ADAPTER_CONFIG} is missing"
-        raise GptlmError(f"{folder} {found}; give the output_dir of a run with --lora, or another PEFT folder")
+        raise GptlmError(
+            f"{folder} {found}; give the output_dir of a run with --lora, another PEFT folder, or OWNER/NAME of the hub"
+        )
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise GptlmError(f"the adapters in {folder} are {config.get('peft_type')}; expected LORA")
@@ -62,6 +66,11 @@ def check_tensors(folder: Path) -> dict[str, list[int]]:
         GptlmError: if the file is damaged, or does not match the configuration: PEFT ignores what that does not name.
     """
     config = read_adapter_config(folder)
+    if not (folder / ADAPTER_WEIGHTS).is_file() and (folder / OLD_WEIGHTS).is_file():
+        raise GptlmError(
+            f"the adapters in {folder} are {OLD_WEIGHTS}, which is not read; load them with PEFT's PeftModel and save "
+            f"them with its save_pretrained, which writes {ADAPTER_WEIGHTS}"
+        )
     shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
     rank, targets = config["r"], config["target_modules"]
     mismatch = f"the adapters in {folder} do not match their {ADAPTER_CONFIG}"
@@ -124,20 +133,27 @@ def base_model_of(folder: Path) -> str:
 
 
 def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None]:
-    """The base model and the adapters that `--model_name_or_path name --lora_path lora_path` means.
+    """The base model and the folder of adapters that `--model_name_or_path name --lora_path lora_path` means.
+
+    Args:
+        name, lora_path: folders or repositories of the hub.
 
     Raises:
-        GptlmError: if both are adapters, or the adapters' configuration cannot be read.
+        GptlmError: if both are adapters, or the adapters cannot be downloaded, or their configuration cannot be read.
     """
-    if is_adapter(Path(name)):
+    is_of_hub = name not in PRESETS and is_hub_id(name)
+    if is_adapter(hub_config(name).parent if is_of_hub else Path(name)):
         if lora_path:
             raise GptlmError(
                 f"{name} and {named('lora_path')} {lora_path} are both adapters; merge one with gptlm merge-lora"
             )
-        return base_model_of(Path(name)), name
-    if lora_path:
-        read_adapter_config(Path(lora_path))
-    return name, lora_path
+        folder = adapter_folder(name)
+        return base_model_of(folder), str(folder)
+    if not lora_path:
+        return name, None
+    folder = adapter_folder(lora_path)
+    read_adapter_config(folder)
+    return name, str(folder)
 
 
 def base_hint(adapters: str | None) -> str:

@@ -64,10 +64,7 @@ def read_config(path: Path) -> dict[str, Any]:
         GptlmError: as `read_json`, and if it describes another architecture than GPT-2's.
     """
     if not path.is_file() and (path.parent / ADAPTER_CONFIG).is_file():
-        raise GptlmError(
-            f"{path.parent} holds adapters, no model: {named('lora_path')} trains and predicts with them, on their "
-            "base model, and `gptlm merge-lora` makes a model of the two"
-        )
+        raise GptlmError(adapters_alone(path.parent))
     runs = [folder for folder in path.parent.glob("checkpoint-*") if (folder / CONFIG).is_file()]
     if not path.is_file() and runs:
         newest = max(runs, key=lambda folder: folder.stat().st_mtime_ns)
@@ -79,6 +76,14 @@ def read_config(path: Path) -> dict[str, Any]:
     if kind not in ("gpt2", "gpt"):
         raise GptlmError(f"the model config {path} has model_type {kind!r}; gptlm trains GPT-2-shaped models (gpt2)")
     return config
+
+
+def adapters_alone(name: str | Path) -> str:
+    """The message that adapters are given as a model."""
+    return (
+        f"{name} holds adapters, no model: {named('lora_path')} trains and predicts with them, on their base model, "
+        "and `gptlm merge-lora` makes a model of the two"
+    )
 
 
 def shape_of_config(path: Path) -> Shape:

@@ -1,4 +1,4 @@
-"""Models of the hub as local folders, cached or downloaded. Without a network: an error in 2 s."""
+"""Models and adapters of the hub as local folders, cached or downloaded. Without a network: an error in 2 s."""
 
 import re
 import socket
@@ -12,19 +12,26 @@ from huggingface_hub import constants, snapshot_download
 
 from gptlm.errors import GptlmError, named, reason_of
 from gptlm.model.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIG,
     GENERATION_CONFIG,
     MERGES,
     TOKENIZER,
     TOKENIZER_CONFIG,
     VOCABULARY,
+    WORD_LIST,
     has_tokenizer,
     has_weights,
 )
 from gptlm.model.presets import PRESETS
 
-TOKENIZER_FILES = [TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, "special_tokens_map.json"]
-SIZE_FILES = [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES]
+TOKENIZER_FILES = [
+    TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, MERGES, WORD_LIST, "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+]  # fmt: skip
+SIZE_FILES = [CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, *TOKENIZER_FILES]
+ADAPTER_FILES = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]
 MODEL_FILES = [CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES]
 CONNECT_SECONDS = 2
 DEFAULT_PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080}
@@ -59,16 +66,35 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
 
 
 def hub_config(hub_id: str) -> Path:
-    """The config.json of `hub_id`, which is not a local folder.
+    """The config.json of `hub_id`, which is not a local folder. A repository of adapters has none, but theirs beside.
 
     Raises:
         GptlmError: if it is neither cached nor downloadable.
     """
     cached = _cached(hub_id)
-    if cached is not None and (cached / CONFIG).is_file():
+    if cached is not None and any((cached / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         return cached / CONFIG
     folder = _downloaded(hub_id, SIZE_FILES, f"sizes of {hub_id} (no folder here has this name)")
     return Path(folder) / CONFIG
+
+
+def adapter_folder(name: str) -> Path:
+    """The local folder of the adapters `name`, a folder, which need not exist, or a repository of the hub.
+
+    Raises:
+        GptlmError: if they are neither cached nor downloadable, or the repository holds none.
+    """
+    if not is_hub_id(name):
+        return Path(name)
+    folder, files = _cached(name), (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    if folder is None or not all((folder / file).is_file() for file in files):
+        folder = Path(_downloaded(name, ADAPTER_FILES, f"adapters of {name} (no folder here has this name)"))
+    if missing := next((file for file in files if not (folder / file).is_file()), None):
+        raise GptlmError(
+            f"{name} of the hub holds no adapters that can be read here: {missing} is missing (adapter_model.bin is "
+            "not read: load it with PEFT and save it again)"
+        )
+    return folder
 
 
 def _downloaded(hub_id: str, files: list[str], what: str) -> str:

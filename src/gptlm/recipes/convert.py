@@ -26,9 +26,10 @@ from gptlm.conversion.source import ReadOptions, Source
 from gptlm.conversion.verify import check_stock, fixed_batch, logits_of, max_difference
 from gptlm.errors import GptlmError, UsageError, doing, named
 from gptlm.locks import locked
+from gptlm.model.adapter_files import is_adapter
 from gptlm.model.files import CONFIG, CONV1D_WEIGHTS
 from gptlm.model.gpt import saved_generation
-from gptlm.model.hub import is_hub_id, model_folder
+from gptlm.model.hub import adapter_folder, hub_config, is_hub_id, model_folder
 from gptlm.model.presets import PRESETS
 from gptlm.model.tensor_files import save_model_one_by_one
 from gptlm.model.tokenizer import fit_to_model, load_tokenizer, save_tokenizer
@@ -56,7 +57,14 @@ def convert(conversion: Conversion) -> None:
     source = Path(conversion.main.source or "")
     if not source.exists() and str(source) not in PRESETS and not is_hub_id(str(source)):
         raise GptlmError(f"--from {source}: there is no such folder, file or built-in model")
-    convert_checkpoint(source if source.exists() else Path(model_folder(str(source))), conversion)
+    convert_checkpoint(source if source.exists() else _published(str(source)), conversion)
+
+
+def _published(name: str) -> Path:
+    """The folder of the model or adapters `name`. Raises GptlmError if it cannot be downloaded."""
+    if name not in PRESETS and is_adapter(hub_config(name).parent):
+        return adapter_folder(name)
+    return Path(model_folder(name))
 
 
 def convert_once(path: Path, folder: Path, heads: int | None, vocabulary: int | None) -> None:

@@ -14,7 +14,7 @@ from gptlm.config.args.convert import Merge
 from gptlm.errors import GptlmError, doing, named
 from gptlm.inference.loading import load_for_inference
 from gptlm.model.adapter_files import base_hint, base_model_of, read_eos_token_id
-from gptlm.model.hub import model_folder
+from gptlm.model.hub import adapter_folder, model_folder
 from gptlm.model.tokenizer import fit_to_model, save_tokenizer
 from gptlm.quiet import deepspeed_without_gpu, quiet_transformers
 from gptlm.recipes.common.command_results import check_folder, maker, new_folder
@@ -38,19 +38,20 @@ def merge_lora(command: Merge) -> None:
     deepspeed_without_gpu()
     quiet_transformers()
     arguments = command.main
-    adapters, output = Path(arguments.lora_path or ""), Path(arguments.output_path or "")
+    name, output = arguments.lora_path or "", Path(arguments.output_path or "")
+    adapters = adapter_folder(name)
     base = arguments.model_name_or_path or base_model_of(adapters)
     check_output("output_path", output)
-    source = model_folder(base, base_hint(str(adapters)))
+    source = model_folder(base, base_hint(name))
     by = maker("merge-lora", asdict(arguments), (adapters, Path(source)), overwrite=arguments.overwrite)
     check_folder("output_path", output, by)
-    texts = (base, str(source), str(adapters))
+    texts = (base, str(source), name)
     with uploading_result(Upload(command.hub, output, "output_path", texts, "the merge", "Merge LoRA adapters")):
         model = merged(source, adapters, getattr(torch, arguments.dtype))
         with new_folder("output_path", output, by) as staging:
             save(*model, staging)
             card_of_folder(staging, "merged with LoRA adapters", base)
-        logger.info("adapters of %s merged into %s: %s", adapters, source, output)
+        logger.info("adapters of %s merged into %s: %s", name, base, output)
 
 
 def merge_beside(base: str, run_folder: Path, name: str) -> None:

@@ -16,8 +16,9 @@ class ConvertArguments:
 
     source: str | None = arg(
         None,
-        "checkpoint folder, .pdparams, .pt or .zip file, or built-in name. Detected formats: HuggingFace, Megatron-LM, "
-        "Megatron-DeepSpeed, PaddleNLP, PaddleFleetX, LoRA adapters of PaddleNLP or PEFT (required)",
+        "checkpoint folder, .pdparams, .pt or .zip file, built-in name, or OWNER/NAME of the hub. Detected formats: "
+        "HuggingFace, Megatron-LM, Megatron-DeepSpeed, PaddleNLP, PaddleFleetX, LoRA adapters of PaddleNLP or PEFT "
+        "(required)",
     )
     to: str = arg("hf", "output format", choices=FORMS)
     output: str | None = arg(None, "output folder, new or empty, or of the same command before (required)")
@@ -79,7 +80,7 @@ class MergeArguments:
     """Merging LoRA adapters into a model"""
 
     model_name_or_path: str | None = arg(None, "base model; unset: the one recorded with the adapters")
-    lora_path: str | None = arg(None, "LoRA adapter folder (required)")
+    lora_path: str | None = arg(None, "LoRA adapters: folder, or OWNER/NAME of the hub (required)")
     output_path: str | None = arg(None, "folder for the merged model, new or empty (required)")
     overwrite: bool = arg(False, "replace what gptlm merge-lora wrote to the output folder before")
     dtype: str = arg("float32", "data type of the merged weights", choices=DTYPES)

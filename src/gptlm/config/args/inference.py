@@ -23,7 +23,9 @@ class EvaluateArguments:
     model_name_or_path: str | None = arg(
         None, "model folder with its tokenizer, LoRA adapter folder, built-in name, or OWNER/NAME of the hub (required)"
     )
-    lora_path: str | None = arg(None, "LoRA adapter folder in PEFT format, added to the weights in memory")
+    lora_path: str | None = arg(
+        None, "LoRA adapters in PEFT format, added to the weights in memory: folder, or OWNER/NAME of the hub"
+    )
     eval_path: str | None = arg(
         None,
         "input file. LAMBADA: JSON lines with a text; WIKITEXT*, TEXT: UTF-8 text; TEXT also .jsonl, .json, .parquet",
@@ -83,7 +85,9 @@ class PredictArguments:
     model_name_or_path: str = arg(
         "gpt-cpm-large-cn", "model folder, LoRA adapter folder, built-in name, or OWNER/NAME of the hub"
     )
-    lora_path: str | None = arg(None, "LoRA adapter folder in PEFT format, added to the weights in memory")
+    lora_path: str | None = arg(
+        None, "LoRA adapters in PEFT format, added to the weights in memory: folder, or OWNER/NAME of the hub"
+    )
     prompt: list[str] = arg(
         [], "prompts; unset: --input_file, else standard input if piped, else PaddleNLP's two Chinese questions"
     )

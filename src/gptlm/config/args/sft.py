@@ -148,7 +148,10 @@ class LoraArguments:
     load_in_8bit: bool = arg(False, "the frozen matrices are quantized to 8 bits (extra quantization)")
     bnb_4bit_quant_type: str = arg("nf4", "numbers of --load_in_4bit", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = arg(False, "--load_in_4bit: quantize the scales of the blocks, too")
-    lora_path: str | None = arg(None, "adapter folder to start from")
+    lora_path: str | None = arg(
+        None,
+        "adapters to start from: folder, or OWNER/NAME of the hub; without --model_name_or_path on the base they name",
+    )
     merge_weights: bool = arg(False, "also write output_dir/merged, the model with merged adapters")
 
     @property

@@ -85,8 +85,8 @@ def sft(run: SftRun, hooks: Hooks = NO_HOOKS) -> dict[str, float]:
         tokenizer, new_tokens = find_sft_tokenizer(run)
         if resume is not None:
             check_tokenizer(resume.path, tokenizer)
-        elif run.lora.lora_path:
-            check_added_tokens(Path(run.lora.lora_path), tokenizer, new_tokens)
+        elif run.adapters:
+            check_added_tokens(run.adapters, tokenizer, new_tokens)
         check_split(run, new_tokens)
         entries = max(run.shape.vocab_size, len(tokenizer))  # an embedding for every entry of the tokenizer
         run = replace(run, shape=replace(run.shape, vocab_size=entries))
@@ -144,8 +144,8 @@ def _run(
     if run.lora.lora:
         quantize_matrices(run.lora, model, device)
         model = _with_adapters(run, model, new_tokens, device, job)
-        if resume is None and run.lora.lora_path:
-            warn_if_other_base(Path(run.lora.lora_path), weights_folder(run))
+        if resume is None and run.adapters:
+            warn_if_other_base(run.adapters, weights_folder(run))
     if job.deepspeed is None:  # DeepSpeed converts the weights itself
         model = model.to(dtype=device.dtype)
 
@@ -227,8 +227,8 @@ def _with_adapters(run: SftRun, model: Any, new_tokens: list[int], device: Devic
     )
     if job.mesh is not None:
         split_adapters(adapted, job.mesh, ADAPTER, sequence=is_sequence_parallel(run), device=generator_device())
-    if lora.lora_path:
-        load_adapters(adapted, Path(lora.lora_path), job.mesh)
+    if run.adapters:
+        load_adapters(adapted, run.adapters, job.mesh)
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # PEFT makes them float32
             parameter.data = parameter.data.to(device.dtype)

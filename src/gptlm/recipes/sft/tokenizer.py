@@ -20,12 +20,14 @@ SHOWN = 5  # tokens in a message
 
 
 def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer, and the ids that are new to the model: of tokens added here, and of rows missing in its embedding.
+    """The tokenizer, and the ids that are new to the model.
+
+    They are those of tokens added here, of rows missing in its embedding, and of rows that the adapters have.
 
     Raises:
         GptlmError: if there is none, or it has no end-of-text token.
     """
-    adapters = run.lora.lora_path if run.lora.lora_path and has_tokenizer(Path(run.lora.lora_path)) else None
+    adapters = run.lora.lora_path if run.adapters and has_tokenizer(run.adapters) else None
     name = run.model.tokenizer_name_or_path or adapters or run.model.model_name_or_path or ""
     tokenizer = load_tokenizer(tokenizer_folder(name))
     if tokenizer.eos_token_id is None and not run.data.eos_token:
@@ -44,7 +46,10 @@ def find_sft_tokenizer(run: SftRun) -> tuple[PreTrainedTokenizerBase, list[int]]
         add_tokens(tokenizer, tokens)
     use_eos(tokenizer, run.data.eos_token)
     warn_of_text_tokens(tokenizer)
-    return tokenizer, list(range(min(before, rows), len(tokenizer)))
+    new = set(range(min(before, rows), len(tokenizer)))
+    if run.adapters and name == adapters:
+        new |= set(_rows_in(run.adapters))
+    return tokenizer, sorted(new)
 
 
 def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -69,8 +74,7 @@ def check_tokenizer(checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 def check_added_tokens(adapters: Path, tokenizer: PreTrainedTokenizerBase, new_tokens: list[int]) -> None:
     """Raises GptlmError if `adapters` have rows for other added tokens than the run's `new_tokens`."""
-    rows = read_adapter_config(adapters).get("trainable_token_indices") or {}
-    ids = sorted(rows.get("wte", ()) if isinstance(rows, dict) else rows)
+    ids = _rows_in(adapters)
     here = _names(tokenizer, new_tokens)
     there = _names(load_tokenizer(str(adapters)), ids) if has_tokenizer(adapters) else here[: len(ids)]
     if ids != new_tokens or there != here:
@@ -79,6 +83,12 @@ def check_added_tokens(adapters: Path, tokenizer: PreTrainedTokenizerBase, new_t
             f"{' '.join(here) or '(none)'}: give the same --additional_special_tokens and tokenizer, or start from the "
             f"merged model (gptlm merge-lora --lora_path {adapters} --output_path MERGED)"
         )
+
+
+def _rows_in(adapters: Path) -> list[int]:
+    """The ids of the tokens that `adapters` have rows of the embedding for."""
+    rows = read_adapter_config(adapters).get("trainable_token_indices") or {}
+    return sorted(rows.get("wte", ()) if isinstance(rows, dict) else rows)
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
