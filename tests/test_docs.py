@@ -14,7 +14,7 @@ import pytest
 from docs.generate_reference import FOLDER, pages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gptlm.cli import COMMANDS, DATA_TOOLS
+from gptlm.cli import COMMANDS, DATA_TOOLS, main
 from gptlm.commands.chat import parse_chat
 from gptlm.commands.convert import parse_convert
 from gptlm.commands.evaluate import EVALUATE
@@ -165,6 +165,23 @@ def test_commands_named_in_a_sentence_exist(page):
     named = set(re.findall(r"`gptlm ([a-z][\w-]*)", text))
     assert named <= set(COMMANDS)
     assert set(re.findall(r"`gptlm data ([a-z]+)", text)) <= set(DATA_TOOLS)
+
+
+def refused_flags():
+    """The flags that a migration page lists as refused whatever their value is."""
+    for page in sorted(ROOT.glob("docs/migration/*.md")):
+        rows = page.read_text(encoding="utf-8").partition("\n| refused | use |\n")[2].partition("\n\n")[0]
+        for row in rows.splitlines():
+            cell = re.sub(r" \(old names\)$| of [a-z ]+$", "", row.split(" | ")[0].removeprefix("| "))
+            if re.fullmatch(r"(`--[\w-]+`(, )?)+", cell):
+                yield from re.findall(r"--[\w-]+", cell)
+
+
+@pytest.mark.parametrize("flag", list(refused_flags()))
+def test_flags_listed_as_refused_are_refused_with_a_reason(flag, capsys):
+    for name in ("pretrain", "sft", "predict", "preprocess"):
+        assert main([name, flag, "true"]) == 2
+    assert f"{flag} true: " in capsys.readouterr().err
 
 
 SHELL = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts/oneflow/tools").glob("*.py")]

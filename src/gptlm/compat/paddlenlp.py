@@ -119,7 +119,16 @@ SFT_RENAMED = {
     "intokens": "zero_padding",
     "packing": "zero_padding",
 }
-SFT_SETTINGS = {"pissa": {"true": "--init_lora_weights pissa", "false": ""}}
+SFT_SETTINGS = {
+    "pissa": {"true": "--init_lora_weights pissa", "false": ""},
+    "weight_quantize_algo": {
+        "none": "",
+        "nf4": "--load_in_4bit true --bnb_4bit_quant_type nf4",
+        "fp4": "--load_in_4bit true --bnb_4bit_quant_type fp4",
+        "weight_only_int8": "--load_in_8bit true",
+        "llm.int8": "--load_in_8bit true",
+    },
+}
 SFT_IGNORED = {
     "benchmark": "there is no benchmark mode",
     "save_generation_output": "generated texts are always written to output_dir/predictions",
@@ -149,7 +158,6 @@ SFT_REFUSED = {
     "lora_plus_scale": ((*OFF_DEGREE, "1.0"), "LoRA+ is not implemented; use --lora"),
     "lokr": (OFF, "LoKr is not implemented; use --lora"),
     "vera": (OFF, "VeRA is not implemented; use --lora"),
-    "weight_quantize_algo": (OFF, "quantized weights are not implemented; use --bf16 --fp16_opt_level O2"),
 }
 
 PREPROCESS_RENAMED = {
