@@ -2,8 +2,12 @@
 
 import json
 import re
+import signal
+import socket
 import subprocess
+import sys
 import threading
+import time
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from gptlm.recipes.report.page import LARGEST, page_of
 from gptlm.recipes.report.reading import find_runs, read_run
 from gptlm.recipes.report.series import marks_of, panels_of, spikes_kept
 from gptlm.recipes.report.watch import Pages, Server
+from tests import processes
 from tests.conftest import write_tokens
 
 ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
@@ -242,6 +247,23 @@ def test_the_watched_page_follows_the_run_and_answers_its_own_address_only(tmp_p
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_ctrl_c_ends_the_watched_page_in_order(tmp_path):
+    folder = record(tmp_path / "a", start(), log(1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "gptlm", "report", "--watch", folder, "--port", port]
+    with open(tmp_path / "said", "w+") as said:
+        process = processes.start(command, stdout=said, stderr=said)
+        while not said.read().endswith("(Ctrl-C ends it)\n"):
+            assert process.poll() is None
+            said.seek(0)
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        said.seek(0)
+        assert said.read() == f"the page is open at http://127.0.0.1:{port} (Ctrl-C ends it)\n"
 
 
 @pytest.mark.slow

@@ -406,7 +406,7 @@ def _finish(trainer: Any, begun: float, last_logged: int) -> TrainOutput:
     trainer.log(metrics)
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
         best = state.best_model_checkpoint
-        logger.info("best checkpoint: %s (%s %s)", best, trainer.args.metric_for_best_model, state.best_metric)
+        logger.info("best checkpoint: %s (%s %.8g)", best, trainer.args.metric_for_best_model, state.best_metric)
         trainer.checkpointer.load_weights(Path(best))
     trainer.fire("on_train_end")
     if trainer.neftune_noise_alpha is not None:

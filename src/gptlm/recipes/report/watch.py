@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -112,4 +113,5 @@ def watch(folders: Sequence[Path], port: int) -> None:
         ) from error
     with server:
         print(f"the page is open at http://{ADDRESS}:{server.server_port} (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
