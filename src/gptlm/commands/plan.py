@@ -15,7 +15,7 @@ from gptlm.config.run import PretrainRun, tried
 from gptlm.errors import GptlmError, UsageError
 from gptlm.planner.args import PlanArguments, PlanJob, precision_of, sizes_of, words_of
 from gptlm.planner.memory import GIB, Layout
-from gptlm.planner.search import Cluster, candidates, smallest
+from gptlm.planner.search import Cluster, candidates
 
 OWN = Vocabulary((PlanArguments,))
 PLAN = replace(PRETRAIN, groups=(PlanArguments, *PRETRAIN.groups), sections=None)
