@@ -94,5 +94,5 @@ def test_without_network_one_sentence_names_both_places(cached, capsys, command,
     more = {"sft": "--output_dir o", "predict": "", "plan": "--num_gpus 2"}[command.split()[0]]
     assert main([*command.split(), "--model_name_or_path", "other/name", *more.split()]) in (1, 2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "other/name" in line and "neither in the local cache nor could they be downloaded" in line
+    assert "other/name (no folder here has this name) are neither in the local cache" in line
     assert "hf download other/name --local-dir DIR" in line

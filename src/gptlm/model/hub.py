@@ -58,7 +58,7 @@ def hub_folder(hub_id: str, *, weights: bool) -> str:
     cached = _cached(hub_id)
     if cached is not None and (has_weights(cached) if weights else has_tokenizer(cached)):
         return str(cached)
-    what = f"{'weights' if weights else 'tokenizer files'} of {hub_id}"
+    what = f"{'weights' if weights else 'tokenizer files'} of {hub_id} (no folder here has this name)"
     folder = _downloaded(hub_id, MODEL_FILES if weights else TOKENIZER_FILES, what)
     if weights and not has_weights(Path(folder)):  # published without safetensors
         folder = _downloaded(hub_id, OLD_WEIGHTS, what)
