@@ -42,6 +42,7 @@ def test_the_wheel_and_the_sdist_hold_all_files_of_the_package(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         held = {name.partition("/")[2] for name in sdist.getnames()}
     assert {f"src/{name}" for name in wanted} | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= held
+    assert "requirements/constraints.txt" in held  # its README installs with them
     assert not any(name.startswith("tests") for name in held)
 
 

@@ -3,12 +3,13 @@
 import io
 import json
 import os
+import shutil
 import sys
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from gptlm.conversion.verify import fixed_batch
 from gptlm.errors import GptlmError
@@ -119,3 +120,13 @@ def test_a_model_beside_adapters_is_refused(folder):
     get_peft_model(network, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).save_pretrained(folder)
     with pytest.raises(GptlmError, match="holds a model and adapters .* --lora_path"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": 5', "[]", ""])
+@pytest.mark.parametrize("loader", [None, GenerationConfig, GPT2Config])
+def test_damaged_generation_settings_are_named(tiny_model, tmp_path, content, loader):
+    """transformers goes on without them, and a text would not end where it should."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(GptlmError, match=r"model/generation_config.json is damaged: .*; copy the folder again"):
+        load_model(str(tmp_path / "model")) if loader is None else load_pretrained(loader, str(tmp_path / "model"))

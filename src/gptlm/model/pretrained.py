@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlm.errors import GptlmError
-from gptlm.model.files import CONFIG, TOKENIZER_CONFIG, read_json
+from gptlm.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, read_json
 
 KERNEL_KEYS = ("attn_implementation", "_attn_implementation")  # "owner/name" is compiled code of the hub
 
@@ -19,11 +19,13 @@ def load_pretrained(loader: Any, source: str, *, onto: Any = None, **options: An
         onto: the model that PEFT puts adapters on, its first argument.
 
     Raises:
-        GptlmError: if the folder can be loaded by its own code only.
+        GptlmError: if the folder can be loaded by its own code only, or its generation_config.json is damaged.
         Exception: whatever else the library raises.
     """
     folder = Path(source)
     _refuse_kernels(folder)
+    if (folder / GENERATION_CONFIG).is_file():
+        read_json(folder / GENERATION_CONFIG)  # transformers ignores a damaged one, and a text would not end
     try:
         places = (source,) if onto is None else (onto, source)
         return loader.from_pretrained(*places, **options, trust_remote_code=False)
