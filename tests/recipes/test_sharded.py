@@ -8,6 +8,8 @@ import json
 import resource
 import shutil
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +126,9 @@ class Full(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
+            deadline = time.monotonic() + 60
+            while not (Path(args.output_dir) / "checkpoint-1").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is written in the background
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
