@@ -71,7 +71,7 @@ def find_model(parsed: Parsed) -> ModelSource:
         )
     if path.is_file():
         return ModelSource("config", Source(Origin.MODEL, name), shape_of_config(path))
-    if name not in PRESETS and is_hub_id(name):
+    if is_hub_id(name):
         config = hub_config(name)
         if is_adapter(config.parent):
             raise GptlmError(adapters_alone(name))

@@ -14,7 +14,7 @@ from gptlm.model.files import (
     read_json,
 )
 from gptlm.model.hub import adapter_folder, hub_config, is_hub_id
-from gptlm.model.presets import PRESETS, Shape
+from gptlm.model.presets import Shape
 from gptlm.model.safetensors_io import tensor_shapes
 
 OLD_WEIGHTS = "adapter_model.bin"  # a pickle, of PEFT before 0.5
@@ -141,8 +141,7 @@ def base_and_adapters(name: str, lora_path: str | None) -> tuple[str, str | None
     Raises:
         GptlmError: if both are adapters, or the adapters cannot be downloaded, or their configuration cannot be read.
     """
-    is_of_hub = name not in PRESETS and is_hub_id(name)
-    if is_adapter(hub_config(name).parent if is_of_hub else Path(name)):
+    if is_adapter(hub_config(name).parent if is_hub_id(name) else Path(name)):
         if lora_path:
             raise GptlmError(
                 f"{name} and {named('lora_path')} {lora_path} are both adapters; merge one with gptlm merge-lora"

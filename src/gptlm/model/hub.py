@@ -40,8 +40,8 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can only be a repository of the hub, OWNER/NAME."""
-    return "/" in name and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+    """Whether `name` can only be a repository of the hub, OWNER/NAME: no built-in name, no file or folder."""
+    return "/" in name and name not in PRESETS and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def hub_folder(hub_id: str, *, weights: bool) -> str:

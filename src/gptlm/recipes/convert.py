@@ -62,7 +62,7 @@ def convert(conversion: Conversion) -> None:
 
 def _published(name: str) -> Path:
     """The folder of the model or adapters `name`. Raises GptlmError if it cannot be downloaded."""
-    if name not in PRESETS and is_adapter(hub_config(name).parent):
+    if is_hub_id(name) and is_adapter(hub_config(name).parent):
         return adapter_folder(name)
     return Path(model_folder(name))
 
